@@ -1,4 +1,4 @@
-"""Assigns a plan's weights: read into memory, streamed as units of the ring, or read row by row."""
+"""Carries out a plan: reads resident weights into memory and prepares the others to be streamed or read by row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class ReadSettings:
-    """How files are read. ``io`` is as in ``FileReader``; None leaves ``threads`` and ``chunk`` to the reader."""
+    """How weight files are read: ``io``, ``threads`` and ``chunk`` as in ``FileReader`` (None: its defaults)."""
 
     io: str = "auto"
     threads: int | None = None
@@ -35,7 +35,7 @@ class ReadSettings:
 
     @property
     def readable(self) -> bool:
-        """Whether units are read from the files that the model was opened with."""
+        """Whether the files that the model was opened with can still be read; mirrors may have replaced them."""
         return True
 
     def reader(self, files: Sequence[Path], metrics: Metrics) -> Reader:
@@ -62,7 +62,7 @@ def row_readers(tables: Sequence[StreamedTable]) -> list[RowReader]:
 
 def ring_units(profile: ModelProfile, plan: Plan) -> tuple[list[StreamedUnit], list[int]]:
     """Returns the ring's units (streamed layers or their parts, resident layers that fit the slots, slices of a
-    streamed head) and the order in which a pass needs them."""
+    streamed head) and their indices in the order in which a pass needs them."""
     units: list[StreamedUnit] = []
     numbers: dict[int, list[int]] = {}
     dormant = [
@@ -74,7 +74,7 @@ def ring_units(profile: ModelProfile, plan: Plan) -> tuple[list[StreamedUnit], l
         numbers.setdefault(part.layer, []).append(len(units))
         units.append(_streamed_unit(profile, part))
     for i in {i for i, n in numbers.items() if len(n) == 1}:
-        # A layer with a single unit is bound for its whole call, which is cheaper than for each of its modules.
+        # A layer with a single unit gets its weights once for its whole call: cheaper than for each of its modules.
         units[numbers[i][0]] = dataclasses.replace(units[numbers[i][0]], modules=())
     if plan.head_streamed:
         for i, table in enumerate(profile.tables, start=len(profile.layers)):
@@ -117,7 +117,7 @@ def _streamed_unit(profile: ModelProfile, part: StreamedPart) -> StreamedUnit:
 def streamed_tables(
     profile: ModelProfile, plan: Plan, units: Sequence[StreamedUnit], reading: ReadSettings, metrics: Metrics
 ) -> list[StreamedTable]:
-    """Returns the embeddings that are read by row and the heads that are streamed in slices through the ring."""
+    """Returns the tables that are not in memory: embeddings, read by row, and heads, streamed in slices."""
     tables = []
     for table in profile.tables:
         if table.multiplied and not plan.head_streamed:
@@ -129,8 +129,8 @@ def streamed_tables(
 
 
 def make_resident(profile: ModelProfile, streamed: Sequence[Layer], progress: Progress, lazy: bool = False) -> None:
-    """Reads all weights that are neither in the ring nor read by row, layer by layer; ``lazy`` leaves that to their
-    first use."""
+    """Reads all weights that are neither in the ring nor read by row, layer by layer. With ``lazy``, MLX reads each
+    weight when it is first used."""
     model = profile.lazy.model
     elsewhere = {(id(p.module), p.key) for part in streamed for p in part.parameters}
     groups: dict[int, list[Parameter]] = {}
@@ -165,9 +165,9 @@ def check_when_read(profile: ModelProfile) -> None:
     unread = [weakref.ref(a) for _, a in named_parameters(model)]
 
     def read(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # Check before MLX reads as well: MLX may count memory of a failed read forever (``allocator.mistrust``).
+        # Check before MLX reads as well: after a failed read MLX may wait for memory forever (``allocator.mistrust``).
         profile.lazy.checkpoint.check()
-        # The original arrays that still exist: the model's parameters may have been replaced or transformed.
+        # Read the original arrays that still exist: the model's parameters may have been replaced or transformed.
         try:
             mx.eval([a for a in (weak() for weak in unread) if a is not None])
         except RuntimeError:

@@ -26,16 +26,16 @@ from .streaming import Streaming
 
 
 class Engine:
-    """Runs a model by a plan. Only its own methods change it, and only between forward passes.
+    """Runs a model by a plan. Plan, layers and slots change only through these methods, between forward passes.
 
     Args:
         lazy: if nothing is streamed, read each weight when it is first needed.
-        exclusive: lock that is held while the model computes or changes; None: a single caller needs none.
+        exclusive: lock to hold while the model computes or changes; None: a single caller needs no lock.
 
     Attributes:
-        size: what the model weighs.
+        size: bytes of the model's layers, caches and activations.
         streaming: streams the model; None while everything is resident.
-        transport: to the ranks that hold other layers of the model.
+        transport: exchanges arrays with the ranks that compute other layers of the model.
         io: ``direct``, ``cached``, or ``none`` when everything is resident.
 
     Raises:
@@ -58,7 +58,7 @@ class Engine:
         self.streaming: Streaming | None = None
         self.closed = False
         self._unbound: Plan | None = None  # plan whose binding failed; the next call tries again
-        # They run when the model is closed or garbage-collected, so they must not refer to it.
+        # Both run when the model is closed or garbage-collected, so they must not refer to the model.
         self._give_back: Callable[[], object] | None = None
         self._close_files: weakref.finalize[Any, Any] | None = None
         clear_cache()
@@ -86,8 +86,8 @@ class Engine:
     # Changes between passes
 
     def adopt(self, plan: Plan, size: ModelSize | None = None) -> None:
-        """Runs by another plan from now on, for a model of another size if ``size`` is given, and sets MLX's cache
-        limit to match."""
+        """Replaces the plan, and the model's size if ``size`` is given, and sets MLX's memory limits to match. The
+        slots stay as they are."""
         if size is not None:
             self.resize(size)
         self.plan = plan
@@ -97,7 +97,7 @@ class Engine:
         self.size, self.profile = size, replace(self.profile, size=size)
 
     def stream(self, plan: Plan) -> None:
-        """Streams by another plan from the next pass on. After an error (files, slots) the model's next call tries
+        """Binds the model to a new ring for another plan. After an error (files, slots) the model's next call tries
         again."""
         model = self.model
 
@@ -140,8 +140,8 @@ class Engine:
         return Stage()
 
     def _join(self, streaming: Streaming, plan: Plan) -> None:
-        """Adapts KV offload and expert caches to a plan; called before slots are made anew and again once they
-        exist."""
+        """Adapts KV offload and expert caches to a plan; called before a ring is replaced, and once the new one
+        exists."""
 
     def hold(self, plan: Plan) -> None:
         if self.closed:
@@ -150,8 +150,8 @@ class Engine:
         needs = Needs(
             # If nothing is streamed, the allocator may cache what the budget leaves over.
             cache=plan.allocator_bytes + left_over,
-            # MLX allocates for queued work in advance, as much as there is room for. After an operation that exceeds
-            # this limit it waits for work to finish; there freed memory counts late or not at all.
+            # MLX allocates for queued work in advance, up to this limit, then waits for work to finish. While it
+            # waits, freed memory counts late or not at all.
             memory=plan.budget_bytes - plan.allocator_bytes - self.size.ahead,
             waits=plan.streams,
             wired=plan.peak_bytes,
@@ -159,8 +159,8 @@ class Engine:
         self._give_back = limits.hold(self.model, needs)
 
     def _bind(self, plan: Plan) -> None:
-        """Binds the plan's streamed units to a new ring and reads the rest into memory. Holds nothing after an
-        error."""
+        """Binds the plan's streamed units to a new ring and reads the other weights into memory. After an error all
+        files are closed."""
         profile, reading = self.profile, self.reading
         self.hold(plan)
         if self.streaming is not None:
@@ -177,7 +177,7 @@ class Engine:
             if reading.readable:
                 profile.lazy.checkpoint.check()
             tables = streamed_tables(profile, plan, units, reading, self.metrics)
-            # Free weights that will be streamed before the slots are made.
+            # Before the slots are made, free the weights that will be streamed.
             gone = [*(units[n].layer for n in streamed), *(t.table.layer for t in tables)]
             forget(gone)
             ring = Ring(

@@ -1,4 +1,4 @@
-"""Runs calls of streamed modules: their weights are in a slot while their work is handed to the device.
+"""Runs the calls of streamed modules, whose weights are in a slot only until the device has computed with them.
 
 A layer's call builds its graph on views of a slot, waits for the read, hands the graph to the device and only then
 waits for the streamed layer *before* it, whose slot it releases. So the device always has the next layer queued. Before
@@ -35,19 +35,20 @@ class Awaited(Protocol):
 # The numbers of the passes whose results the caller needs; None: all of them.
 Wanted = Collection[int] | None
 
-# Ranks, and the array that goes to them.
+# Arrays to send to other ranks: the numbers of these ranks, and the array.
 Leaving = list[tuple[tuple[int, ...], mx.array]]
 
 
 @dataclass
 class Recorded:
-    """The work of one unit in one pass. A recorded pass has no ``lease`` of the unit's slot yet.
+    """The work of one unit in one pass.
 
     Attributes:
-        unit: None for a resident layer whose outputs other ranks need.
+        unit: its number; None: a resident layer, whose outputs other ranks need.
         arrays: everything derived from the unit's weights.
-        moved: caches that changed meanwhile, with their arrays.
-        arriving, leaving: inputs from and outputs to other ranks.
+        moved: caches that the unit's call changed, with their new arrays.
+        arriving, leaving: inputs from other ranks, outputs to other ranks.
+        lease: of the unit's slot; None: the pass is recorded, and no slot is taken yet.
     """
 
     unit: int | None
@@ -63,11 +64,11 @@ class RecordedPass:
     """A forward pass whose graph is built but not evaluated.
 
     Attributes:
-        made: decoded or cast weights by turn; all passes that share a reading use the same dictionary.
-        seen: ids of the caches that streamed layers were given.
-        tail: arrays of later caches, left by resident layers after the last streamed one.
-        moved: caches that changed after the last unit, with their arrays.
-        incoming: data from other ranks for the part that is built next.
+        made: decoded or cast weights by index in ``units``; shared by all passes that share a reading.
+        seen: ids of the caches that streamed layers were called with.
+        tail: arrays of the caches that resident layers after the last streamed one write to.
+        moved: caches that changed after the last unit, with their new arrays.
+        incoming: inputs from other ranks that the next unit's work needs.
     """
 
     made: dict[int, list[mx.array | None]] = field(default_factory=dict)
@@ -78,7 +79,7 @@ class RecordedPass:
     incoming: list[Awaited] = field(default_factory=list)
 
     def arriving(self) -> list[Awaited]:
-        """Returns and clears the data that other ranks send for what was built since the last call."""
+        """Returns ``incoming`` and clears it."""
         found, self.incoming = self.incoming, []
         return found
 
@@ -98,63 +99,64 @@ class RecordedPass:
 def in_turn(
     passes: Sequence[RecordedPass], heads: Collection[int], reached: Callable[[Moved], None], wanted: Wanted
 ) -> Iterator[list[Recorded]]:
-    """Yields each unit's work, in order, as a list with an entry per pass.
+    """Yields, for each unit in the order of a pass, a list of its work in each of the passes.
 
     Args:
-        heads: units that only results are made from; they are skipped for passes whose results are not ``wanted``.
-        reached: called with caches that are about to be computed after the last unit.
+        heads: units of a streamed head; left out for passes whose results are not ``wanted``.
+        reached: called with the caches of layers after the last streamed one, before they are computed.
     """
     if any([r.unit for r in p.units] != [r.unit for r in passes[0].units] for p in passes):
         raise OutcoreError("this model calls its layers in a different order in each pass: run one pass at a time")
     alone = heads if wanted is not None else ()
-    kept = [p for n, p in enumerate(passes) if _is(n, wanted)]
-    for unwanted in (r for n, p in enumerate(passes) if not _is(n, wanted) for r in p.units if r.unit in alone):
-        unwanted.arrays = []
+    kept = [p for n, p in enumerate(passes) if _is_wanted(n, wanted)]
+    for work in (r for n, p in enumerate(passes) if not _is_wanted(n, wanted) for r in p.units if r.unit in alone):
+        work.arrays = []
     for turn, first in enumerate(passes[0].units):
         if first.unit in alone:
             # The inputs of resident layers after the last streamed one were recorded with the head.
             for awaited in (a for p in passes for a in p.units[turn].arriving):
                 awaited.wait()
             _finish(passes, reached, wanted)
-        # The head takes its slot even if no result is wanted, with nothing to compute.
+        # If no result is wanted, one pass without arrays still takes the head's slot, to keep the ring's order.
         yield [p.units[turn] for p in (kept or passes[-1:] if first.unit in alone else passes)]
     if wanted is not None:
         _finish(passes, reached, wanted)
 
 
-def _is(number: int, wanted: Wanted) -> bool:
+def _is_wanted(number: int, wanted: Wanted) -> bool:
     return wanted is None or number in wanted
 
 
 def _finish(passes: Sequence[RecordedPass], reached: Callable[[Moved], None], wanted: Wanted) -> None:
-    """Computes what resident layers after the last streamed one leave in their caches, pass by pass to save memory."""
+    """Finishes each pass after its last streamed layer: waits for other ranks, and evaluates the caches of resident
+    layers there unless the result is ``wanted`` (the caller evaluates it)."""
     for number, each in enumerate(passes):
         each.settle()
         reached(each.moved)
-        if not _is(number, wanted):
+        if not _is_wanted(number, wanted):
             mx.eval(each.tail)
         each.tail, each.moved = [], []
 
 
-# Streamed units that may still run on the device when the next one is handed over.
+# How many units may still run on the device after the next one was handed over.
 LAG = 1
 
 
 class LayerExecutor:
-    """Handles the calls of streamed modules and tracks their work until the device has done it.
+    """Handles the calls of streamed modules and releases their slots once the device has computed them.
 
     Args:
-        after_unit: functions to call when a unit's work was handed to the device.
+        after_unit: functions to call each time that a unit's work was handed to the device.
         evaluates: the model evaluates arrays inside its forward pass, so weights must have arrived before a graph is
             built.
 
     Attributes:
         recording: the pass that calls are recorded in; None: calls are executed.
-        tokens: the most tokens that a unit was called with since this was set to 0.
-        pooled: experts are read one by one, and nothing else goes through the ring.
+        tokens: the most tokens of any unit's call in this pass.
+        pooled: this pass takes experts from the expert caches, and nothing goes through the ring.
         undo: restores caches if the pass fails; None: caches are not restored.
-        done: called with a unit's lease once the unit is computed, while its slot still holds it.
-        ended: time at which the last unit was seen to be done, and the seconds spent waiting for other ranks up to
+        done: called with a unit's lease once the unit is computed, while its weights are still in the slot.
+        ended: time when the last unit was found to be computed, and the seconds spent waiting for other ranks until
             then.
     """
 
@@ -205,7 +207,7 @@ class LayerExecutor:
         return call
 
     def part(self, unit: int) -> Call:
-        """Returns the call of a module inside of a layer that is streamed in several units."""
+        """Returns the replacement for the call of a module inside a layer that is streamed in several units."""
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.pooled:
@@ -220,7 +222,7 @@ class LayerExecutor:
         return call
 
     def in_parts(self, unit: int) -> Call:
-        """Returns the call of a layer that is streamed in several units, the first of which is ``unit``."""
+        """Returns the replacement for the call of a layer that is streamed in several units; ``unit`` is the first."""
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.pooled:
@@ -230,7 +232,7 @@ class LayerExecutor:
                     self._enter(unit, args, kwargs)
                 out = original(*args, **kwargs)
                 if (last := self._open) is not None:
-                    # Recorded passes hand caches on: holding them here would keep all versions in memory.
+                    # The next recorded pass goes on with these caches: listing them here would keep all versions.
                     last.arrays += handles(out) if self.recording is not None else handles(out, args, kwargs)
                     last.leaving = (
                         [] if self._transport.alone else self._transport.leaving(self._layers.module(unit), out)
@@ -246,13 +248,13 @@ class LayerExecutor:
         return call
 
     def abandon(self) -> None:
-        """After a failure: removes the open unit's weights from the model. The ring keeps the leases of the slots."""
+        """Ends the open unit after a failure: takes its weights out of the model. Only ``Ring.abandon`` frees slots."""
         part, self._open, self.recording = self._open, None, None
         if part is not None and part.unit is not None:
             self._layers.weights.withdraw(part.unit)
 
     def forget(self) -> None:
-        """After a failure: waits for what still computes and ignores its errors. The ring keeps the leases of the
+        """Waits after a failure until the device has finished, and ignores its errors. Only ``Ring.abandon`` frees
         slots."""
         for _, arrays in self._pending:
             with contextlib.suppress(RuntimeError):
@@ -262,8 +264,8 @@ class LayerExecutor:
     # The work of a unit
 
     def _begin(self, unit: int, args: Any, kwargs: Any) -> Recorded:
-        """Puts a unit's weights, which may still be on their way, into the model; a recorded pass reserves its slot in
-        the order."""
+        """Puts views of a unit's slot into the model, perhaps before the weights were read. A recorded pass takes no
+        slot: it computes from the ring's order which slot the unit will have."""
         self.tokens = max(self.tokens, tokens_in(args))
         ring, weights = self._layers.ring, self._layers.weights
         if (within := self.recording) is not None:
@@ -287,7 +289,7 @@ class LayerExecutor:
         return Recorded(unit, [], lease=lease)
 
     def _end(self, turn: Recorded) -> None:
-        """Hands a unit's finished graph to the device, or records it. The unit's weights must be out of the model."""
+        """Hands a unit's finished graph to the device, or records it. Requires that its weights were withdrawn."""
         if turn.lease is None:
             turn.arrays += [array for _, array in turn.leaving]
             turn.moved = self.moved()
@@ -309,8 +311,8 @@ class LayerExecutor:
             self._open = None
 
     def hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
-        """Has the device compute ``arrays``, everything derived from the lease's slot, and waits for the unit
-        before."""
+        """Queues ``arrays``, which are everything derived from the lease's slot, on the device. Then waits for the
+        unit before."""
         if self.undo is not None:
             self.undo.reached(self.undo.moved())
         self._pending.append((lease, arrays))
@@ -335,7 +337,7 @@ class LayerExecutor:
             self._layers.ring.release(lease)
 
     def arrive(self, lease: Lease) -> None:
-        """Waits for a unit's bytes, the inputs from other ranks, and the keys and values that lie on disk."""
+        """Waits for a unit's bytes, its inputs from other ranks, and its keys and values on disk."""
         if lease.read.ready:
             lease.read.wait()
         else:
@@ -357,12 +359,12 @@ class LayerExecutor:
         if self._transport.alone:
             return
         if self._transport.waits:
-            # The other ranks compute meanwhile, so release the slot that was computed from for the next read.
+            # The thread waits anyway, so release the slot that is being computed from for the next read.
             self.drain()
         self._transport.settle()
 
     def _passed(self, unit: int, out: Any) -> Any:
-        """Sends the outputs of a layer that did not go through the ring to the ranks that need them."""
+        """Sends the outputs of a layer, whose pass does not use the ring, to the ranks that need them."""
         if not self._transport.alone and (leaving := self._transport.leaving(self._layers.module(unit), out)):
             self.reached(self.moved())
             self._transport.depart(leaving)

@@ -1,7 +1,7 @@
 """Packages that join the engine: ``outcore_kv`` stores keys and values on disk, ``outcore_experts`` reads single
 experts.
 
-Each is a module of the group ``kv_offload`` or ``on_demand``. Without the second, all experts of a layer are streamed.
+Each has a module of the group ``kv_offload`` or ``on_demand``. Without the latter, all experts of a layer are streamed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def kv_offload() -> KVOffload | None:
 
 
 def kv_disk(asked: str, name: str) -> str:
-    """Returns ``asked``, or ``off`` if no package offers KV offload; ``name`` is the option's.
+    """Returns the setting ``asked``, or ``off`` if no package offers KV offload. ``name`` names the option in errors.
 
     Raises:
         UsageError: ``asked`` is ``on`` and no package offers it.
@@ -60,7 +60,7 @@ class ExpertCacheSizes(Protocol):
 
     @property
     def returning(self) -> list[int]:
-        """Bytes of each slot that was given up."""
+        """Bytes of each expert slot that was removed and could be added again."""
 
     def move(self, slots: int) -> int:
         """Removes ``slots`` slots, or adds them if negative. Returns how many changed."""
@@ -70,7 +70,7 @@ class ExpertCacheSizes(Protocol):
 
         Args:
             step: tokens of a prompt chunk; None: as many as there is room for.
-            allowed: bytes of the budget that may be used now.
+            allowed: bytes that may be used now; at most the budget.
         """
 
 

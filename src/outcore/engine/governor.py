@@ -1,16 +1,15 @@
-"""Decides how many bytes a model may hold: readings go in, one number comes out.
+"""Decides from readings of memory how many bytes a model may hold.
 
-``Watch`` passes the time and the readings, sheds or regrows between passes until it holds that many bytes, and calls
-again. A ``Governor`` neither reads nor sleeps, and touches no layer.
+``Watch`` reads memory, passes the time and the readings to a ``Governor``, and sheds or takes back layers between
+passes as it decides. A ``Governor`` reads no memory and no clock, and changes no layer. Its rules:
 
-    room is short        frees what is missing at once, plus what other processes took lately and may take again
-    memory is paged      frees a quarter of what can go, and all of it if a pass shows that this was not enough
-    macOS warns          the same, once: the warning is a ratio that resident weights shift themselves, and it lasts
-        long
-                         after (``warning_room``). Nothing comes back while it lasts
-    out of memory        frees everything that can go
-    calm for a while     takes back a quarter at a time if there is twice the room; the wait doubles each time that
-                         memory which came back had to go again
+    room is short        frees the missing bytes at once, plus what other processes took lately and may take again
+    memory is paged      frees a quarter of the bytes that can be freed, and all of them if paging goes on after a pass
+    macOS warns          frees a quarter, once: resident weights shift the ratio by which it warns, and the warning
+                         lasts long after they are freed (``warning_room``). Takes nothing back until it ends
+    out of memory        frees everything that can be freed
+    calm for a while     takes back a quarter at a time while twice the reserve stays free; the wait doubles each time
+                         that memory which was taken back had to be freed again
 """
 
 from __future__ import annotations
@@ -34,28 +33,28 @@ if TYPE_CHECKING:
     from .session import Session
 
 
-# What should stay free of a limit: a share of it, at least and at most so many bytes; chosen. Layers go at
-# half of it.
+# Bytes of a limit to leave free: a share of the limit, and the least and the most bytes (chosen). Layers are shed
+# when less than half of that is free.
 RESERVE = (0.03, 64_000_000, 1_000_000_000)
 
-# Share of the movable bytes that goes or comes back at once if no reading says how much is missing.
+# Share of the movable bytes that is freed or taken back at once if no reading says how much is missing.
 SHARE = 1 / 4
 
-# Seconds, or tokens, between two readings; ``ALERT_S`` when less than ``NEAR`` reserves are free. A reading takes 0.8
+# Seconds, or passes, between two readings; ``ALERT_S`` when less than ``NEAR`` reserves are free. A reading takes 0.8
 # ms.
 LOOK_S, ALERT_S, TOKENS = 1.0, 0.2, 64
 
 NEAR = 6
 
-# Seconds without a sign of pressure before something comes back: at first, and after many failed attempts.
+# Seconds without a sign of pressure before something is taken back: at first, and after many failed attempts.
 CALM_S, MOST_CALM_S = 10.0, 900.0
 
-# Share of the reserve. With less free and nothing left to give up, a run that once had more ends before it is
-# killed.
+# Share of the reserve. If less is free and nothing is left to give up, a run that once had more raises an error
+# before the system kills it.
 STARVED = 1 / 12
 
 
-# Shortest window in seconds for a rate: one fault in a millisecond is not a thousand a second.
+# Shortest time in seconds over which faults are counted: one fault in a millisecond is not a thousand a second.
 WINDOW_S = 2.0
 
 # Seconds of paging before it counts: loading libraries, or an app that wakes up, causes short bursts.
@@ -99,14 +98,14 @@ class Governor:
         self._paging_s = 0.0  # seconds of paging so far
         self._swapping = False  # whether pages were swapped in during the last window
         self._pass_ended = True  # whether a pass has ended since memory was last given up
-        self._pass_s = 0.0  # of the last pass
+        self._pass_s = 0.0  # seconds of the last pass
         self._shed_at: float | None = None
         self._grown = False  # whether memory came back since it was last given up
         self._calm_s = CALM_S
         self._calm_since: float | None = None
         self._answered = False  # whether macOS's warning was acted on
         self._had_room = False
-        self._starved: tuple[float, int] | None = None  # time, and bytes free then
+        self._starved: tuple[float, int] | None = None  # since when memory has been too short, and bytes free then
 
     def growth(self, pressure: Pressure) -> int:
         free = room(pressure.limits)
@@ -131,9 +130,9 @@ class Governor:
 
         Args:
             now: seconds of a monotonic clock.
-            held: bytes that this model holds; other processes use the rest of what is used.
+            held: bytes that this model holds, without those of other processes.
             spare: bytes of ``held`` that can be given up.
-            away: bytes of each part that was given up and could come back.
+            away: bytes of each part (layer or expert slot) that was given up and could be taken back.
             pass_s: seconds of the pass that ended since the last reading; None: no pass ended.
             needed: bytes that a pass allocates and frees again; they are free at the time of reading.
             promised: bytes that the plan will hold and does not hold yet, ``needed`` included.
@@ -167,7 +166,7 @@ class Governor:
         )
 
     def acted(self, now: float, pressure: Pressure, decision: Decision) -> None:
-        """Notes that a decision was carried out: from now on readings show its effect."""
+        """Notes that a decision was carried out, so that later readings are judged by its effect."""
         self._window, self._paging_s = (now, pressure), 0.0
         if decision.target > decision.held:
             self._grown, self._answered, self._calm_since = True, False, now
@@ -188,16 +187,15 @@ class Governor:
         spare: int,
         away: Sequence[int],
     ) -> tuple[int, str]:
-        """Returns the bytes that have to go now and the reason; 0 bytes with a reason if earlier shedding has answered
-        the pressure."""
+        """Returns the bytes to free now and the reason. 0 bytes with a reason: memory was freed for it already, and
+        the effect may still have to show."""
         wanted = reserve(limit)
         if pressure.macos_level == mac.CRITICAL:
             return max(1, spare), "macOS says that memory pressure is critical"
         paging = self._paging_s >= HOLD_S
         settled = self._shed_at is None or (self._pass_ended and now - self._shed_at >= WINDOW_S)
-        if (
-            paging and settled and self._shed_at is not None and not self._grown
-        ):  # otherwise paging came with what grew back
+        # If memory was taken back since, that may have caused the paging.
+        if paging and settled and self._shed_at is not None and not self._grown:
             return max(1, spare), "memory is still being paged"
         if free - lately < wanted / 2:
             taken = f", and others have taken {format_size(lately)} of late" if lately > wanted / 8 else ""
@@ -213,8 +211,8 @@ class Governor:
         return (max(1, int((spare + sum(away)) * SHARE)) if settled else 0), why
 
     def _note_paging(self, now: float, pressure: Pressure) -> None:
-        """Updates how long memory has been paged. Two signs must agree: libraries cause faults, and other processes
-        swap."""
+        """Updates how long memory has been paged. Two of three signs must agree (faults, swapping, little room), as
+        loading a library causes faults too, and other processes swap."""
         began, base = self._window = self._window or (now, pressure)
         if (seconds := now - began) < WINDOW_S:
             return
@@ -225,10 +223,10 @@ class Governor:
         self._paging_s = self._paging_s + seconds if faulting + self._swapping + short >= 2 else 0.0
 
     def _taken_lately(self, now: float, pressure: Pressure, held: int, source: str) -> int:
-        """Returns how many bytes of a limit other processes took within the time that shedding needs to show.
+        """Returns how many bytes of the limit ``source`` other processes took during the last two passes and a second.
 
-        This model's memory may not count against the limit (a GPU's, against the machine's): then shedding does not
-        show there, so the smaller of two estimates counts.
+        What this model frees may not show in that limit (a GPU's memory is no part of the machine's). So the smaller
+        of two estimates is returned, one that counts this model's bytes and one that does not.
         """
         while self._seen and now - self._seen[0][0] > 2 * self._pass_s + LOOK_S:
             self._seen.popleft()
@@ -240,7 +238,7 @@ class Governor:
         return max([0, *(min(less, less + given) for less, given in lost)])
 
     def _hopeless(self, now: float, limit: MemoryLimit, lately: int) -> bool:
-        """Whether the run has to end. A run that began with as little room goes on, as that may be enough."""
+        """Whether the run must end for lack of memory. If it never had more room, it goes on: that may be enough."""
         free = limit.available
         low = free < STARVED * reserve(limit)
         if not self._had_room or not (low or free < lately):
@@ -260,14 +258,14 @@ class Governor:
             return 0
         free = min(x.available - 2 * reserve(x) for x in pressure.limits)
         if pressure.warning_room is not None:
-            # Regrown weights are wired and may cause a warning that takes them away again.
+            # Weights that are taken back are wired, and may cause a warning for which they are shed again.
             free = min(free, pressure.warning_room)
         growth = min(free - promised, sum(away), max(max(away), int((spare + sum(away)) * SHARE)))
         return growth if growth >= away[0] else 0
 
 
 def _ran_out(before: Pressure, now: Pressure) -> str:
-    """Says for the user how memory ran out since the last reading; empty if it did not."""
+    """Returns a clause for the user that says how memory ran out between two readings; empty if it did not."""
     if now.oom_kill > before.oom_kill:
         return "the kernel killed a process of this control group because memory ran out"
     if now.oom > before.oom:
@@ -283,11 +281,12 @@ NOTES = 4
 
 
 class Watch:
-    """Checks memory before each forward pass. A fully resident model has no hook: its decoding loop calls
-    ``before_pass``.
+    """Checks memory before each forward pass. For a fully resident model, whose passes have no hooks, the decoding
+    loop calls ``before_pass``.
 
     Attributes:
-        moves: the pass before each action, and how many layers or expert slots came back (negative: went).
+        moves: for each change, the number of the pass that follows it, and how many layers or expert slots were taken
+            back (negative: shed).
     """
 
     def __init__(
@@ -306,12 +305,12 @@ class Watch:
         self._clock = clock
         self._passes = 0
         self._since = 0  # passes since the last reading
-        self._ended = False  # whether a pass has since the last reading
+        self._ended = False  # whether a pass has ended since the last reading
         self._pending: Decision | None = None  # decided in the middle of a pass
         self.attach()
 
     def attach(self) -> None:
-        """Registers with a streamed model's passes; otherwise the decoding loop calls ``before_pass``."""
+        """Has a streamed model call ``before_pass`` and ``within_pass``; else the decoding loop calls the former."""
         streaming = self.engine.streaming
         if streaming is not None:
             for calls, mine in ((streaming.before_pass, self.before_pass), (streaming.after_unit, self.within_pass)):
@@ -320,8 +319,8 @@ class Watch:
         self.residency.layers.room = self.room
 
     def before_pass(self) -> None:
-        """Checks memory if it is time to, and acts. Raises BudgetError if it is too short even with nothing
-        resident."""
+        """Checks memory if a check is due, and sheds or takes back. Raises BudgetError if memory is too short even
+        with nothing resident."""
         self._passes += 1
         self._since += 1
         self.residency.layers.note_arrivals()
@@ -333,7 +332,7 @@ class Watch:
             self._act(decision)
 
     def within_pass(self) -> None:
-        """Checks memory during a long pass, to act after it. Raises BudgetError if memory may run out before that."""
+        """Checks memory in a long pass, to act before the next. Raises BudgetError if memory may run out until then."""
         if self._pending is None and self.governor.due(self._clock(), 0):
             decision = self._look(within=True)
             if decision.stop:
@@ -348,7 +347,7 @@ class Watch:
         layers, plan, streaming = self.residency.layers, self.engine.plan, self.engine.streaming
         kept = mx.get_cache_memory()
         held = mx.get_active_memory() + kept
-        # Activations of a prompt are free memory until it comes, and in use while it is computed.
+        # Memory for a prompt's activations is free until the prompt comes, and in use while it is computed.
         prompt = within and streaming is not None and streaming.pass_tokens > 1
         needed = 0 if prompt else max(0, plan.activation_bytes - kept)
         pass_s = streaming.pass_s if streaming is not None and self._ended else None
@@ -368,7 +367,8 @@ class Watch:
     def _act(self, decision: Decision) -> None:
         if decision.stop:
             raise BudgetError(
-                f"memory ran out while the model was running: {decision.reason}; no resident layer is left to give up"
+                f"memory ran out while the model was running: {decision.reason}; no resident layer is left to give up, "
+                "so free memory elsewhere and try again"
             )
         layers, growth = self.residency.layers, decision.target - decision.held
         count, what = layers.give(-growth) if growth < 0 else layers.take(growth)

@@ -1,4 +1,4 @@
-"""Computes the sizes of layers and tables, and their layout in slots, before any of their weights is read."""
+"""Computes the sizes of layers and tables, and their layout in slots, before any weights are read."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Cast:
 
 @dataclass(frozen=True)
 class Place:
-    """How units are laid out in slots. ``where`` locates each parameter on disk; ``align`` divides the address of every
-    weight."""
+    """How units are laid out in slots: ``where`` locates each parameter on disk, ``direct`` is for direct reads, and
+    every weight's address is a multiple of ``align`` bytes."""
 
     where: Mapping[str, TensorInfo]
     direct: bool
@@ -71,14 +71,14 @@ class Place:
         return self._placed(layer.path, sources)
 
     def _placed(self, name: str, sources: Sequence[Source]) -> Unit:
-        """Returns a unit whose fields are in the order of ``sources``, in which they are bound."""
+        """Returns a unit with its fields in the order of ``sources``, which is the order of the parameters."""
         unit = place_unit(name, sources, direct=self.direct, align=self.align)
         by_path = {f.path: f for f in unit.fields}
         return replace(unit, fields=tuple(by_path[s.path] for s in sources))
 
     def slices(self, table: Table, largest: int) -> list[tuple[slice, Unit]]:
-        """Cuts a table into equal slices of whole ``SLICE_STEP`` rows that take at most ``largest`` bytes of a slot, or
-        one step."""
+        """Cuts a table into slices whose rows are a multiple of ``SLICE_STEP`` and fit into ``largest`` bytes of a slot
+        (at least one step). Returns the rows and the unit of each."""
         rows = table.places[0].shape[0]
         # Each parameter may begin and end anywhere in a block.
         room = largest - len(table.places) * 2 * BLOCK
@@ -95,8 +95,8 @@ class Place:
         return found
 
     def begins(self, layer: Layer) -> dict[Path, int] | None:
-        """Returns each file that holds the layer with the layer's offset in it; None if alignment places each parameter
-        by itself."""
+        """Returns the files that hold the layer, each with the layer's lowest offset in it; None if alignment moves
+        each parameter by itself."""
         if self.align > 1:
             return None
         found: dict[Path, int] = {}
@@ -106,20 +106,20 @@ class Place:
         return found
 
     def nbytes(self, part: Layer, casts: Sequence[mx.Dtype | None]) -> list[int]:
-        """Returns the bytes of each parameter in memory, in the dtype of its computation."""
+        """Returns the bytes of each parameter in memory, in its dtype of ``casts`` (None: as on disk)."""
         infos = [self.where[f"{part.path}.{p.path}"] for p in part.parameters]
         sizes = [ITEM_BYTES[i.dtype] if to is None else to.size for i, to in zip(infos, casts, strict=True)]
         return [math.prod(i.shape) * size for i, size in zip(infos, sizes, strict=True)]
 
     def decoded_bytes(self, layer: Layer) -> int:
-        """Returns the decoded bytes of a layer's parameters that are stored in an encoded form."""
+        """Returns the bytes that a layer's encoded parameters have once they are decoded."""
         stored = (self.where[f"{layer.path}.{p.path}"].stored is not None for p in layer.parameters)
         used = self.nbytes(layer, [None] * len(layer.parameters))
         return sum(n for n, apart in zip(used, stored, strict=True) if apart)
 
 
 def device_alignment() -> int:
-    """Bytes that a weight's address must be a multiple of on MLX's default device.
+    """Returns the bytes that a weight's address must be a multiple of on MLX's default device.
 
     MLX writes checkpoints with headers of any length, so tensors start at odd offsets too. x86-64 loads from any
     address at the same rate, and MLX's CPU kernels gave equal bits there for every dtype and quantization (tests);
@@ -141,8 +141,8 @@ def layer_size(
     place: Place,
     width: Callable[[Layer], int],
 ) -> LayerSize:
-    """Returns the size of a layer and of its pieces; ``width`` returns the output bytes per token of some of its
-    parameters."""
+    """Returns the size of a layer and of its pieces; ``width`` returns the output bytes per token of a part of the
+    layer."""
     whole, parts = weighed(layer, pieces, casts, place)
     found = []
     for piece, size in zip(pieces, parts, strict=True):
@@ -164,8 +164,8 @@ def layer_size(
 def weighed(
     layer: Layer, pieces: Sequence[Projection], casts: Sequence[mx.Dtype | None], place: Place
 ) -> tuple[PieceSize, list[PieceSize]]:
-    """Returns the sizes of a layer and of each of its pieces, from what is on disk: streamed weights are not
-    in memory."""
+    """Returns the sizes of a layer and of each of its pieces. They come from the files' headers, as streamed weights
+    are not in memory."""
     begins = place.begins(layer)
     each = [(part_of(layer, p.parameters), [casts[n] for n in p.parameters]) for p in pieces]
     return _piece_size(layer, casts, place), [_piece_size(part, mine, place, begins) for part, mine in each]
@@ -185,7 +185,7 @@ def _piece_size(
 
 
 def ranges(unit: Unit, begins: Mapping[Path, int]) -> tuple[tuple[int, int, int], ...]:
-    """Returns the byte ranges that are read for a piece, as in ``PieceSize``; ``begins`` is its layer's."""
+    """Returns the byte ranges to read for a piece, as in ``PieceSize``; ``begins``: ``Place.begins`` of its layer."""
     numbers = {file: n for n, file in enumerate(begins)}
     return tuple((numbers[e.file], e.offset - begins[e.file], e.nbytes) for e in unit.extents)
 
@@ -195,7 +195,7 @@ def _cast_bytes(part: Layer, casts: Sequence[mx.Dtype | None], place: Place) -> 
 
 
 def on_cuda_size(size: LayerSize, copies: bool) -> LayerSize:
-    """Returns a layer's size on a CUDA device; ``copies`` adds copies of two layers' weights, which exist at once
+    """Returns a layer's size on a CUDA device; ``copies`` adds twice its weights, as copies of two layers exist at once
     (measured)."""
     copied = 2 if copies else 0
 
@@ -220,7 +220,7 @@ def head_size(tables: Sequence[Table], place: Place) -> LayerSize | None:
 
 
 def _kind(module: nn.Module, cast: Sequence[mx.Dtype | None]) -> str:
-    """Names the layers that take equally long to compute: their class and a digest of shapes and dtypes."""
+    """Returns a name that layers share if they take equally long to compute: class, and digest of shapes and dtypes."""
     shapes = [(path, a.shape, str(a.dtype)) for path, a in named_parameters(module)]
     return _named(type(module).__name__, (shapes, [str(c) for c in cast]))
 
@@ -248,7 +248,7 @@ def activations(
     dtype: mx.Dtype | None,
     scores: int,
 ) -> dict[str, int]:
-    """Returns bytes per token of activations, of ``scores`` arrays of attention scores, and of the logits."""
+    """Returns fields of ``ModelSize``, bytes per token: activations, ``scores`` arrays of attention scores, logits."""
     flat, item = _flat(config), item_bytes(parameters, dtype)
     widest = max((output_width(config, layer) for layer in layers), default=0)
     hidden = _largest(flat.get("hidden_size"), 0)
@@ -271,7 +271,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def item_bytes(parameters: Mapping[str, mx.array], dtype: mx.Dtype | None) -> int:
-    """Returns the bytes of an output number: that of ``dtype``, or of the dtype of most weights' scales."""
+    """Returns the bytes of one number of an output: in ``dtype``, or in the floating-point dtype of most parameters."""
     floats: dict[int, int] = {}
     for a in parameters.values():
         if mx.issubdtype(a.dtype, mx.floating):
@@ -292,7 +292,7 @@ def output_width(config: dict[str, Any], layer: Layer) -> int:
 
 
 def _largest(value: Any, otherwise: int) -> int:
-    """Returns a configured number, or the largest of a list with one per layer; ``otherwise`` if there is none."""
+    """Returns a number of the config, or the largest of a list with one number per layer; ``otherwise``: default."""
     known = [n for n in (value if isinstance(value, list) else [value]) if type(n) is int and n > 0]
     return max(known, default=otherwise)
 

@@ -52,13 +52,13 @@ from .streamed_layers import Table
 
 @dataclass(frozen=True)
 class LayerParts:
-    """A layer's parts, apart from their sizes; ``pieces`` are in the order of ``LayerSize.pieces``.
+    """The parts of a layer; ``LayerSize`` has their sizes, with ``pieces`` in the same order.
 
     Attributes:
         casts: dtype that each parameter is computed in; None: as stored.
         decoders: decoder of each parameter; None: it is stored as it is used.
-        unit: its streamed form; None: it must stay resident.
-        switch: its experts, if they can be read one by one.
+        unit: the whole layer as a unit of the ring; None: the layer must stay resident.
+        switch: the layer's experts; None: they cannot be read one by one.
     """
 
     pieces: tuple[Projection, ...]
@@ -74,10 +74,10 @@ class ModelProfile:
 
     Attributes:
         tables: embeddings and linear layers outside of layers that need not be in memory.
-        order: of units in a forward pass; numbers beyond those of layers are tables'.
+        order: the order in which a pass calls layers and tables; ``len(layers) + n`` stands for table ``n``.
         overlay: packed copies that have to be written before streaming.
-        copies: the plan includes copies of weights in the device's own memory.
-        kept_apart: indices of the caches that can lie on disk, by layer.
+        copies: calls may copy their weights into the device's own memory, and the sizes include these copies.
+        kept_apart: for each layer, the indices of its caches that KV offload can store.
         share: this rank's layers of a distributed model; its ``install`` returns the ``Transport``.
     """
 
@@ -188,7 +188,7 @@ def _layers_on_disk(lazy: LazyModel, loaded: Collection[str]) -> list[Layer]:
 
 
 def _within_slots(sizes: Sequence[LayerSize], layers: Sequence[Layer]) -> tuple[list[LayerSize], list[str]]:
-    """Makes layers that exceed the largest slot of this device resident, and returns a note about them."""
+    """Returns the sizes with layers that exceed this device's largest slot marked as resident, and a note on them."""
     most = most_unit(most_slot_bytes())
     large = [i for i, size in enumerate(sizes) if size.streamable and smallest_slot(size) > most]
     if not large:
@@ -201,7 +201,7 @@ def _within_slots(sizes: Sequence[LayerSize], layers: Sequence[Layer]) -> tuple[
 def _tables(
     lazy: LazyModel, candidates: Sequence[Layer], to: Cast, trace: Trace, layers: int
 ) -> tuple[list[Table], list[int]]:
-    """Returns the tables that a pass uses, and the order of units; numbers beyond those of layers are tables'."""
+    """Returns the tables that a pass uses, and the order of layers and tables as in ``ModelProfile.order``."""
     tables: list[Table] = []
     numbers: dict[int, int] = {}
     behind = max((at for at, n in enumerate(trace.order) if n < layers), default=-1)
@@ -242,7 +242,7 @@ def _model_size(
     # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
     by_token = on_cpu()
     if not by_token:
-        # A GPU takes all the room there is (H200), so it keeps larger allowances until that is understood.
+        # On a GPU, MLX takes all memory that it may (H200), so these allowances are larger until that is understood.
         taken["between"] += max((sum(p.out for p in s.pieces) for s in sizes), default=0)
         sizes = [replace(s, pieces=tuple(replace(p, out=0) for p in s.pieces)) for s in sizes]
     return ModelSize(
@@ -292,7 +292,7 @@ def _traced(
     routed = {} if experts is None else {i: experts.switches_in(layer) for i, layer in enumerate(layers)}
     found = rehearse(model, layers, tables, pieces, to.target, routed)
     if found.failure is not None and tables:
-        # Something reads a table's weights directly; layers may be streamable all the same.
+        # The model's code reads a table's weights directly; layers may be streamable all the same.
         tables = []
         found = rehearse(model, layers, (), pieces, to.target, routed)
     if found.failure is not None:

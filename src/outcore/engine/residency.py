@@ -1,4 +1,4 @@
-"""Makes room between passes for longer contexts or more sequences: streams layers, and takes them back afterwards."""
+"""Makes room for longer contexts or more sequences: between passes, sheds resident layers and takes them back later."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ GROWTH = 256
 
 
 class Residency:
-    """Makes room in a running model. ``chunk`` is the number of prompt tokens to compute at a time, if the
-    user set it."""
+    """Makes room in a running model. ``chunk``: prompt tokens per chunk that the user asked for; None: as the plan
+    says."""
 
     def __init__(self, session: Session, calibration: Calibration, chunk: int | None) -> None:
         self.session, self.calibration, self.chunk = session, calibration, chunk
         self.layers = ResidentLayers(session, calibration)
 
     def holds(self, tokens: int, prompt: int = 1, size: ModelSize | None = None) -> bool:
-        """Whether there could be room for a context of ``tokens`` tokens, ``prompt`` of them a prompt's, if less were
-        resident."""
+        """Whether a context of ``tokens`` tokens, ``prompt`` of them the prompt's, would fit into the budget after
+        shedding layers and the draft."""
         if self._could_hold(tokens, prompt, size or self.session.size):
             return True
         if (draft := self.layers.draft) is None:
@@ -62,12 +62,12 @@ class Residency:
         step = step or self.chunk
         if tokens <= plan.context and prompt <= size.prompt and kept <= size.kept:
             if step is None and plan.prefill_step < min(ENOUGH_STEP, prompt):
-                # Chunks may have become short for lack of room, or at a caller's request.
+                # An earlier call may have made chunks short, for lack of room or at its caller's request.
                 self._lengthen()
             if step is None or min(step, prompt) <= plan.prefill_step:
                 return step or session.plan.prefill_step
         kept = max(kept, size.kept)
-        # Reserve more than requested if possible, so that not every token asks for room.
+        # Reserve more than requested if possible, so that not every token makes room again.
         grown = [-(-tokens // GROWTH) * GROWTH, tokens] if tokens > plan.context else [plan.context]
         if session.max_context is not None:
             grown[0] = max(tokens, min(grown[0], session.max_context))
@@ -91,7 +91,8 @@ class Residency:
         return step or session.plan.prefill_step
 
     def accommodate(self, larger: ModelSize, steps: Sequence[int] | None = None, *, keep_draft: bool = False) -> None:
-        """Makes room for more sequences, or longer ones, with one of these chunk lengths.
+        """Makes room for more or longer sequences, which need the size ``larger``, with one of the chunk lengths
+        ``steps``.
 
         Args:
             keep_draft: fail rather than give up the draft.
@@ -111,14 +112,14 @@ class Residency:
             self._fit(self.without_draft(larger), steps)
 
     def without_draft(self, size: ModelSize) -> ModelSize:
-        """Returns a size from before the draft was given up without it; the same size if there still is a draft."""
+        """Returns ``size`` less the draft's part if the draft was given up since; otherwise ``size`` itself."""
         if self.layers.given_up is None:
             return size
         draft, head_streamed = self.layers.given_up
         return replace(draft.size_without(size, head_streamed), layers=self.session.size.layers)
 
     def release(self, smaller: ModelSize) -> None:
-        """Adopts a smaller size after sequences have left; layers and slots take back what this frees."""
+        """Adopts a smaller size after sequences have left, and uses the freed room for layers and larger slots."""
         session, layers = self.session, self.layers
         session.resize(smaller)
         if (caches := layers.expert_caches) is not None:
@@ -126,7 +127,7 @@ class Residency:
             return
         layers.replan(session.plan.resident)
         if session.plan.peak_bytes > session.plan.budget_bytes:
-            # Fewer sequences with a longer context or drafts may need more, as layers may have come back meanwhile.
+            # Fewer sequences may need more: with a longer context, with drafts, or since layers were taken back.
             step = self.chunk
             steps = prefill_steps(smaller.prompt) if step is None else [min(step, smaller.prompt)]
             self._fit_one_of([smaller, replace(smaller, drafted=0)], steps)
@@ -143,7 +144,7 @@ class Residency:
         return replace(size.at_context(tokens), prompt=max(longest, min(prompt, tokens)))
 
     def _could_hold(self, tokens: int, prompt: int, size: ModelSize) -> bool:
-        # Drafts give way to the text, and so does room for longer prompts.
+        # The text has priority over drafts, and over room for longer prompts.
         for least in (False, True):
             larger = replace(self._grown(size, tokens, prompt, least=least), drafted=0)
             step = self.chunk or prefill_steps(larger.prompt)[-1]
@@ -220,7 +221,7 @@ class Residency:
             raise
 
     def _fit_streamed(self, larger: ModelSize, steps: Sequence[int]) -> None:
-        """Makes room in a streaming plan with the chunk length that gives the fastest run."""
+        """Makes room while layers are streamed, with the chunk length that gives the fastest run."""
         plan, layers, before = self.session.plan, self.layers, self.layers.sheddable
         if self.session.streaming is not None:
             self.session.streaming.layers.adopt(())

@@ -1,7 +1,7 @@
 """Sheds resident layers of a running model when memory is short, and takes them back.
 
-Only between passes, so no token is affected: a shed layer is streamed from the next pass on, and one that comes back is
-copied out of its slot when the next pass reads it.
+This happens between passes, so no token is affected: a shed layer is streamed from the next pass on, and a layer that
+is taken back is copied out of its slot when the next pass has read it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Drafter(Protocol):
     """Proposes tokens for a model (``decode.speculative.drafting``).
 
     Attributes:
-        kind: ``ngram``, or the kind of the draft source that made it.
+        kind: ``ngram``, or the draft source's word for ``--draft``.
         holds_head: it uses the model's own head, which therefore has to stay in memory.
-        intact: it can be given up without changing the model's weights.
+        intact: it can be given up: the files that the model would then read are unchanged.
     """
 
     @property
@@ -98,7 +98,7 @@ class ResidentLayers:
     Attributes:
         room: returns how many more bytes may be taken now; None: only the budget limits them.
         given_up: the draft that was given up, and whether the head was streamed then.
-        shed_layers: resident layers that are streamed for now.
+        shed_layers: numbers of the layers that were resident and are streamed for now.
     """
 
     def __init__(self, session: Session, calibration: Calibration) -> None:
@@ -135,9 +135,9 @@ class ResidentLayers:
     # Bytes
 
     def movable(self) -> tuple[int, list[int]]:
-        """Returns the bytes that can be given up, and the bytes of each part that can come back within the budget.
+        """Returns the bytes that can be given up, and the bytes of each part that the budget lets come back.
 
-        The first number counts resident layers or expert caches; if there are none, the draft, or else slots.
+        The former are those of resident layers or expert caches; without any, those of the draft; or else of slots.
         """
         plan, session = self.session.plan, self.session
         # Cached, as planning is slow and this is called at every reading of memory.
@@ -157,8 +157,8 @@ class ResidentLayers:
         return self._movable[2]
 
     def give(self, nbytes: int) -> tuple[int, str]:
-        """Gives up ``nbytes`` bytes or what there is. Returns how many layers or expert slots went, and a line for the
-        user."""
+        """Gives up ``nbytes`` bytes, or as many as there are. Returns how many layers or expert slots were shed, and a
+        line for the user (empty: nothing was given up)."""
         caches = self.expert_caches
         parts = [self.nbytes([i]) for i in self.sheddable] if caches is None else caches.spare
         if parts:
@@ -169,7 +169,7 @@ class ResidentLayers:
         return 0, f"{what} {format_size(freed)}" if (freed := self.shrink(nbytes)) else ""
 
     def take(self, nbytes: int) -> tuple[int, str]:
-        """Takes back up to ``nbytes`` bytes. Returns how many layers or expert slots came, and a line for the user."""
+        """Takes back up to ``nbytes`` bytes. Returns how many layers or expert slots, and a line as from ``give``."""
         count, caches = sum(total <= nbytes for total in accumulate(self.movable()[1])), self.expert_caches
         if caches is None and self.widen():
             return 0, "slots made larger again"
@@ -179,13 +179,13 @@ class ResidentLayers:
     # Layers
 
     def shed(self, count: int) -> int:
-        """Streams ``count`` more layers, leaving the residents evenly spread. Returns how many layers went."""
+        """Streams ``count`` resident layers, so that the others stay evenly spread. Returns how many were shed."""
         before, plan, size = self.sheddable, self.session.plan, self.session.size
         if plan.streams:
             stay = thin(before, max(0, len(before) - count))
             self.move([i for i in before if i not in stay])
             return len(before) - len(stay)
-        # Everything was resident: the slots use memory that this frees.
+        # Everything was resident: the new slots take some of the memory that this frees.
         whole = replan(size, plan, plan.resident, self._calibration).peak_bytes
         room = min(plan.budget_bytes, whole - max(self.nbytes(thin(before, count)), 1))
         try:
@@ -202,10 +202,9 @@ class ResidentLayers:
         plan, size, shed = self.session.plan, self.session.size, sorted(self.shed_layers)
         if self.session.streaming is None or plan.pools:
             return []
-
-        # One streamed layer remains: a ring without units could not be filled again.
+        # Keep one streamed layer: a ring without units could not be filled again.
         most = len(shed) if plan.head_streamed else min(len(shed), len(plan.streamed) - 1)
-        # Try every count: layers streamed in parts take room as well, and there are fewer of them with each.
+        # Try every count, as more residents may need less: layers streamed in parts take room as well.
         for n in range(most, 0, -1):
             back = farthest(shed, plan.resident, n, len(size.layers))
             if replanned_bytes(size, plan, [*plan.resident, *back]) <= plan.budget_bytes:
@@ -222,7 +221,7 @@ class ResidentLayers:
         streaming, coming = self.session.streaming, self.coming
         back, modules = self.returning(len(coming) + count), self.modules
         if streaming is not None:
-            # Includes the layers that are coming already, as far as they still fit.
+            # ``back`` includes the layers that are coming already, as far as they still fit.
             streaming.layers.adopt([modules[i] for i in back])
         return max(0, len(back) - len(coming))
 
@@ -256,15 +255,15 @@ class ResidentLayers:
     # Slots and the draft
 
     def _without_residents(self, budget: int) -> Plan:
-        """Returns the plan without residents for that budget, or the smallest plan there is."""
+        """Returns a plan without residents for ``budget``, or for the smallest possible budget if that is larger."""
         session, plan = self.session, self.session.plan
         how: dict[str, Any] = {"resident": 0, "prefill_step": plan.prefill_step}
         smaller = at_least(lambda n: another(session, session.size, n, **how), budget)
         return replace(smaller, budget_bytes=plan.budget_bytes)
 
     def shrink(self, nbytes: int) -> int:
-        """Frees up to ``nbytes`` by giving up the draft, or with smaller slots and a streamed head. Returns the bytes
-        freed."""
+        """Frees up to ``nbytes`` once no layer can be shed: gives up the draft, or makes slots smaller and streams the
+        head. Returns the bytes freed."""
         before = self.session.plan
         if self.sheddable or not self.movable()[0]:
             return 0
@@ -303,8 +302,8 @@ class ResidentLayers:
         return True
 
     def give_up_draft(self, nbytes: int = 0) -> int:
-        """Frees the draft for good, and further memory up to ``nbytes`` if layers change their units. Returns the bytes
-        freed."""
+        """Frees the draft for good; if layers get other units by that, sheds them all and makes slots smaller to free
+        ``nbytes``. Returns the bytes freed."""
         draft, before = self.draft, self.session.plan
         if draft is None or not before.streams or self.session.streaming is None:
             return 0
@@ -321,7 +320,7 @@ class ResidentLayers:
         if profile.parts is parts:
             self.replan(before.resident)
             return before.peak_bytes - self.session.plan.peak_bytes
-        # The units have changed and are larger: start without residents, which come back as there is room.
+        # The units are others now, and larger: start without residents, which are taken back as far as there is room.
         smaller = self._without_residents(before.peak_bytes - nbytes)
         self.shed_layers = {i for i, part in enumerate(profile.parts) if part.unit is not None}
         self.session.stream(smaller)
@@ -337,7 +336,7 @@ def another(
     undrafted: bool = False,
     **options: Any,
 ) -> Plan:
-    """Makes a new plan for the running model, as ``make_plan``.
+    """Returns a new plan for the running model within ``budget`` bytes; ``options`` are ``make_plan``'s.
 
     Args:
         for_context: room is needed for a longer context, so keys and values may move to disk; otherwise they stay.
@@ -350,7 +349,7 @@ def another(
 
 
 def come_down(size: ModelSize, plan: Plan, room: int, calibration: Calibration) -> Plan:
-    """Before loading: returns the plan, with fewer residents if less than its budget is free."""
+    """Returns the plan to load by: ``plan``, or one with fewer resident layers if only ``room`` bytes are free."""
     if plan.peak_bytes <= room:
         return plan
     size, options = replace(size, kv_disk="off"), {"prefill_step": plan.prefill_step}
@@ -373,7 +372,7 @@ def _made(
 ) -> Plan:
     # A streamed head stays streamed: its arrays are gone.
     stays = False if streamed else stays
-    if stays is None:  # it cannot come back, so it is streamed only if nothing else fits
+    if stays is None:  # a streamed head cannot become resident again: stream it only if nothing else fits
         with contextlib.suppress(BudgetError):
             return make_plan(size, budget, head_resident=True, calibration=calibration, **options)
     return make_plan(size, budget, head_resident=stays, calibration=calibration, **options)

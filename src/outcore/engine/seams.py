@@ -1,6 +1,7 @@
 """Protocols by which KV offload, expert caches and other ranks join a streamed model.
 
-The engine knows nothing else of them. A missing one is None; ``Stage`` itself stands for a model without other ranks.
+The engine uses nothing else of them. Without KV offload or expert caches, the object is None; without other ranks, it
+is a ``Stage``.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ if TYPE_CHECKING:
 
 
 class KVOffloader(Protocol):
-    """Keeps keys and values of streamed layers on disk. Layers are given by their modules' ids; unknown ones are
-    ignored."""
+    """Keeps keys and values of streamed layers on disk. ``module`` is the ``id`` of a layer's module; layers that are
+    not offloaded are ignored."""
 
     def resize(self, slot_bytes: int) -> None: ...
 
     def expect(self, modules: Sequence[int]) -> None:
-        """Tells it the order in which layers will be called."""
+        """Sets the order in which layers will be called, for prefetching."""
 
     def adopt(self, caches: Sequence[Any]) -> None:
-        """Takes over the caches of the whole model before a pass."""
+        """Begins to store a text's caches, given for all layers, on disk. Called before a pass."""
 
     def begin_pass(self) -> None: ...
 
     def enter(self, module: int, caches: Sequence[Any], building: bool) -> None:
-        """Called before a layer; ``building``: only its graph is built for now."""
+        """Called before a layer with its caches; ``building``: the layer's graph is built now and evaluated later."""
 
     def arrive(self, module: int) -> None:
-        """Waits for a layer's keys and values."""
+        """Waits until a layer's keys and values have been read."""
 
     def computed(self, module: int) -> None: ...
 
@@ -56,20 +57,20 @@ class ExpertCaches(Protocol):
     """Reads routed experts one by one (``outcore_experts``)."""
 
     def bind(self, ring: Ring, units: Sequence[StreamedUnit]) -> None:
-        """Uses this ring for layers whose experts are all streamed."""
+        """Uses this ring in passes that stream all experts."""
 
     def begin(self, tokens: int | None) -> bool:
         """Begins a pass over ``tokens`` tokens (None: many). Returns whether it takes experts from the caches, not the
         ring."""
 
     def settle(self) -> None:
-        """Waits for the experts of everything built so far."""
+        """Waits until the experts that the graph built so far needs have been read."""
 
     def end(self) -> None: ...
     def abandon(self) -> None: ...
 
     def done(self, lease: Lease) -> None:
-        """Called once a unit of the ring is computed, while its slot still holds it."""
+        """Called once a unit of the ring is computed, while its weights are still in the slot."""
 
     def close(self) -> None: ...
 
@@ -82,8 +83,8 @@ class PassRecorder(Protocol):
 
 
 class Stage:
-    """The ranks that hold other layers of the model. This class itself stands for none: it sends and waits for
-    nothing."""
+    """Exchanges layers' inputs and outputs with other ranks. This class itself is for a single rank: it sends nothing
+    and waits for nothing."""
 
     alone = True
 
@@ -93,22 +94,22 @@ class Stage:
         return False
 
     def attach(self, recorder: PassRecorder, before_send: Callable[[], object]) -> None:
-        """Routes calls of streamed layers through ``recorder``, and calls ``before_send`` before anything is sent."""
+        """Sets the ``recorder`` of streamed passes, and a function to call before anything is sent."""
 
     def whole(self, model: nn.Module) -> None:
-        """Called if none of this rank's layers are streamed."""
+        """Has each call of the model wait for other ranks at its end. Called if this rank streams no layer."""
 
     def fill(self, copy: nn.Module | None) -> None:
-        """Uses a copy of the whole model, which drafts on this rank, to fill the caches of other ranks' layers; None:
-        no longer."""
+        """From now on has ``copy``, the copy of the whole model that drafts on this rank, fill the caches of other
+        ranks' layers; None: ends it."""
 
     def watch(self, module: nn.Module) -> None:
-        """Sends the outputs of a layer that is now resident, if other ranks need them."""
+        """From now on sends the outputs of a resident layer, if other ranks need them."""
 
     def unwatch(self, module: nn.Module) -> None: ...
 
     def begin_pass(self, *, pooled: bool) -> None:
-        """Begins a pass; ``pooled``: experts are read one by one, so routers are evaluated on the way."""
+        """Begins a pass; ``pooled``: experts are read one by one, so routers are evaluated while the graph is built."""
 
     def passes(self) -> AbstractContextManager[Callable[[], None]]:
         """Returns a context in which several passes are recorded; it yields a function to call before each of them."""
@@ -119,11 +120,11 @@ class Stage:
         return False
 
     def settle(self) -> None:
-        """Waits for the inputs of everything built so far, unless the pass is recorded. Raises LinkError if another
-        rank fails."""
+        """Waits for the inputs that other ranks send for the graph built so far, unless the pass is recorded. Raises
+        LinkError if another rank fails."""
 
     def leaving(self, module: int, out: Any) -> Leaving:
-        """Returns the outputs of a layer (by its module's id) that other ranks need."""
+        """Returns those of a layer's outputs ``out`` that other ranks need; ``module``: ``id`` of the layer."""
         return []
 
     def depart(self, leaving: Leaving) -> None: ...
@@ -149,4 +150,4 @@ class ExpertFinder(Protocol):
         used: int,
         to: Cast,
     ) -> tuple[Any, ExpertNumbers | None]:
-        """Returns a layer's experts, ``used`` of which serve a token, and their sizes; None where there are none."""
+        """Returns a layer's experts and their sizes; None where it has none. ``used``: experts per token."""

@@ -1,4 +1,4 @@
-"""The engine behind a loaded model, ``model.outcore``, with everything that decoding keeps from text to text."""
+"""``model.outcore``: the engine of a loaded model, with the state that decoding keeps from one text to the next."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from .transport import Transport
 
 @dataclass(frozen=True)
 class Folders(ReadSettings):
-    """How files are read, from the model's folder and its mirrors. ``kv_dir`` holds keys and values; None: the cache
-    folder."""
+    """How files are read, from the model's folder and its mirrors. ``kv_dir``: folder for offloaded keys and values;
+    None: the cache folder."""
 
     kv_dir: str | Path | None = None
     mirrors: Mirrors | None = None
@@ -61,7 +61,7 @@ class Folders(ReadSettings):
 
 
 class Session(Engine):
-    """A running model, with the state that outlives a text.
+    """A running model, with the state that decoding keeps from one text to the next.
 
     Args:
         govern: watch memory and shed resident layers when it is short.
@@ -73,7 +73,7 @@ class Session(Engine):
         acceptance: acceptance statistics (``decode.speculative.acceptance``); None: nothing was drafted yet.
         drafting: the drafter; None: nothing is drafted.
         residency: makes room, sheds and regrows resident layers.
-        watch: checks memory; None if that is off or nothing could be shed.
+        watch: checks memory; None: ``govern`` is off, or nothing could be shed.
         closing: functions to call before ``close`` waits for the running pass.
         vocabulary: tokens that the model has embeddings for; None: unknown.
         found: tokens of the last prompt that the prefix cache held.
@@ -170,7 +170,7 @@ class Session(Engine):
             self.drafting = self.drafting.give_up(self)
 
     def allow(self, budget: int) -> None:
-        """Changes the budget to so many bytes, shedding layers if needed.
+        """Changes the budget to ``budget`` bytes, shedding layers if needed.
 
         Raises:
             BudgetError: it is too small. Nothing has changed, except that a draft in memory may have been given up.

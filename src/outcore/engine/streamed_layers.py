@@ -1,7 +1,7 @@
-"""Which layers are streamed or resident at the moment, and where streamed weights lie in slots.
+"""Tracks which layers are streamed or resident at the moment, and makes streamed weights as views of slots.
 
-Embeddings and heads that are not in memory are tables: a token needs one row of the embeddings, which is read from
-disk, and the head's output rows are independent, so slices of it are streamed like layers.
+A table is an embedding or a head. Of an embedding that is not in memory, a token's row is read from disk. A head that
+is not in memory is streamed in slices of its rows, like layers, since output rows do not depend on each other.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from .seams import Stage
 
 
-# Slices begin at multiples of so many rows, so that every row meets the same inner loop as in the whole product.
+# Slices begin at multiples of this many rows, so that kernels compute every row by the same loop as in one product.
 SLICE_STEP = 512
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table and its location.
+    """An embedding or a head, and its location on disk.
 
     Attributes:
         layer: its module and parameters (weight, and scales and biases if quantized), rows first.
         places: location of each parameter on disk.
         casts: dtype that each parameter is computed in; None: as stored.
-        looked_up: rows are looked up in it.
-        multiplied: it is multiplied with, in slices if streamed.
-        head: it is multiplied with after all layers, so only results depend on it. Layers use the products of other
-            tables, such as projections of embeddings (gemma3n).
+        looked_up: a pass looks up rows in it.
+        multiplied: a pass multiplies by it, in slices if it is streamed.
+        head: it is multiplied by after all layers, so only results depend on it. (Layers depend on other tables, such
+            as projections of embeddings in gemma3n.)
     """
 
     layer: Layer
@@ -62,8 +62,8 @@ class StreamedTable:
     """A table that is not in memory.
 
     Attributes:
-        rows: for a table that is used as a matrix, each slice's unit and rows.
-        reader: reads single rows of a table that is used for look-ups.
+        rows: unit number and rows of each slice; empty: this rank does not multiply by the table.
+        reader: reads the rows that are looked up; None: none are.
     """
 
     table: Table
@@ -96,10 +96,11 @@ class StreamedTable:
         return arrays, mx.array(places.reshape(asked.shape).astype(np.int32))
 
     def calls(self, enter: Callable[[int], Call]) -> tuple[Call, Call | None]:
-        """Returns the replacements of the table's call and of its ``as_linear``; ``enter`` gives the call of a unit."""
+        """Returns replacements for the table's call and its ``as_linear`` (None: not needed); ``enter`` returns the
+        call of a unit."""
 
         def multiply(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            if not self.rows:  # the first rank has the head
+            if not self.rows:  # only the first rank has the head's slices
                 return no_product(args[0], self.table.places[0].shape[0])
             module, parts = self.module, []
             bias = module.get("bias")  # 1-D, so it is resident
@@ -128,19 +129,19 @@ class StreamedTable:
 
 
 def no_product(x: mx.array, rows: int) -> mx.array:
-    """Returns zeros in place of logits, without memory, for ranks that sample no tokens."""
+    """Returns zeros that take no memory, as logits of a rank that samples no tokens; ``rows``: vocabulary size."""
     return mx.broadcast_to(mx.zeros((1,), dtype=x.dtype), (*x.shape[:-1], rows))
 
 
 @dataclass(frozen=True)
 class StreamedUnit:
-    """A unit of the ring, with the layer (or sliced table) whose parameters it holds.
+    """A unit of the ring, and the layer or table whose parameters it holds.
 
     Attributes:
         cast: dtype that each parameter is computed in; None: as stored.
-        decoders: decoder of each parameter; None: it is stored as used. Empty: all are.
+        decoders: decoder of each parameter; None: it is stored as used. Empty: all are stored as used.
         modules: if the layer is streamed in several units, the modules inside it that own the parameters.
-        rows: of the table that it holds; None for a layer's.
+        rows: the rows of the table that the unit holds; None: it holds a layer or a part of one.
     """
 
     layer: Layer
@@ -153,8 +154,8 @@ class StreamedUnit:
 
 @dataclass(frozen=True)
 class Binding:
-    """What of a model goes through the ring: streamed layers and slices of tables. ``resident``: layers in memory that
-    may be shed later."""
+    """A ring, and the units that may go through it. ``order``: unit numbers in the order of a pass; ``resident``:
+    modules of the layers in memory; ``tables``: tables that are not in memory."""
 
     ring: Ring
     units: Sequence[StreamedUnit]
@@ -164,8 +165,8 @@ class Binding:
 
 
 class Weights:
-    """Units' parameters as views of slots. ``copies``: the device has its own memory, and large products, or those of
-    several sequences, first copy their weights there."""
+    """Units' parameters as views of slots. ``copies``: the device has its own memory, and calls with many tokens or
+    several sequences copy their weights there first."""
 
     def __init__(self, units: Sequence[StreamedUnit], ring: Ring, *, copies: bool) -> None:
         self.units = units
@@ -175,14 +176,14 @@ class Weights:
         self._plain = [all(each is None for each in (*u.decoders, *u.cast)) for u in units]
         self._shared: dict[tuple[int, int, str, tuple[int, ...]], mx.array] = {}
         self._absent = [absent([p.array for p in u.layer.parameters]) for u in units]
-        # Evaluate all of them now: later, each would wait behind the queued work of a GPU.
+        # Evaluate all views now: later, each would wait behind the queued work of a GPU.
         places = [(n, slot) for n in range(len(units)) for slot in range(len(ring.slots))]
         self._views = {(n, slot): [self._view(slot, f) for f in units[n].unit.fields] for n, slot in places}
         mx.eval(list(self._views.values()))
 
     def of(self, unit: int, slot: int, args: Any = (), made: Sequence[mx.array | None] | None = None) -> list[mx.array]:
-        """Returns a unit's parameters in a slot for a call with ``args``; ``made`` is the result of ``self.made``, if
-        known."""
+        """Returns a unit's parameters in a slot for a call with ``args``. ``made``: what ``self.made`` returned; None:
+        it is called here."""
         copied = self.copies and (tokens_in(args) >= COPY_ROWS or sequences_in(args) > 1)
         made = self.made(unit, slot) if made is None else made
         return [
@@ -201,10 +202,10 @@ class Weights:
         return found
 
     def to_stay(self, unit: int, slot: int) -> list[mx.array]:
-        """Returns a unit's parameters in a slot, to be copied.
+        """Returns a unit's parameters in a slot, for copies that become resident.
 
-        Codes whose high bits a draft holds are not joined yet: that would hold the high bits twice, for all layers of a
-        pass.
+        Codes whose high bits a draft holds are not joined with them yet: during a pass, the high bits of all layers
+        would be in memory twice.
         """
         views = self._views[unit, slot]
         decoders = self.units[unit].decoders or [None] * len(views)
@@ -234,8 +235,8 @@ class Weights:
 
 
 class StreamedLayers:
-    """The layers in the units of one ring. ``adopting`` maps units that become resident with this pass to their
-    weights, once these have arrived."""
+    """The layers that one ring has units for. ``adopting``: the units that become resident after this pass, each with a
+    copy of its weights; None: not read yet."""
 
     def __init__(self, bound: Binding, executor: LayerExecutor, copies: bool, transport: Stage) -> None:
         self.ring, self.units = bound.ring, bound.units
@@ -302,7 +303,7 @@ class StreamedLayers:
             swap(units[0][1].layer.module, "Streamed", self._executor.in_parts(units[0][0]))
 
     def keep_adopted(self) -> bool:
-        """Makes layers that have arrived completely resident. Returns whether there were any."""
+        """Makes layers resident whose units have all been copied. Returns whether there were any."""
         if not self.adopting:
             return False
         whole = [k for k, mine in self._layers.items() if all(self.adopting.get(i) is not None for i in mine)]
@@ -315,7 +316,7 @@ class StreamedLayers:
                 settle(u.layer.parameters, True)
             self._resident.add(key)
             self._transport.watch(self.units[self._layers[key][0]].layer.module)
-        # Do not wait for units that this pass did not bring, as its order was different.
+        # Drop copies of layers that this pass read only in part, as its order was different.
         self.adopting = {i: None for i, arrays in self.adopting.items() if arrays is None}
         return bool(whole)
 

@@ -20,7 +20,7 @@ from .seams import ExpertCaches, KVOffloader, Stage
 from .streamed_layers import Binding, StreamedLayers
 from .undo import Undo
 
-# Caches of a batch that ends if a pass fails (``mlx_lm.generate.BatchGenerator``).
+# Caches that are not restored after a failed pass, since their batch ends (``mlx_lm.generate.BatchGenerator``).
 BATCHED = {BatchKVCache, BatchRotatingKVCache}
 
 
@@ -29,7 +29,7 @@ class Streaming:
 
     Attributes:
         experts: expert caches; None: there are none. See ``join``.
-        after_unit: functions to call after each unit was handed over, in the middle of a pass.
+        after_unit: functions to call in the middle of a pass, each time that a unit was handed to the device.
         before_pass: functions to call before each pass, when nothing is running and layers may be shed.
         pass_s: seconds of the last pass, until its last unit was computed; None before the first.
     """
@@ -52,7 +52,7 @@ class Streaming:
         self.experts: ExpertCaches | None = None
         self.kv: KVOffloader | None = None
         self.pass_s: float | None = None
-        self._began: tuple[float, float] | None = None  # time, and seconds spent waiting for ranks by then
+        self._began: tuple[float, float] | None = None  # of the pass: time, and seconds spent waiting for ranks by then
         self._within = False  # inside a transaction
         self._several = False  # inside run_passes
         self._executor = LayerExecutor(metrics, self.after_unit, evaluates=evaluates, transport=transport)
@@ -139,7 +139,7 @@ class Streaming:
         return self._executor.tokens
 
     def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Handles a call of the model: a pass of its own, or one of several shared ones."""
+        """Handles a call of the model: a single pass, or one of those in ``run_passes``."""
         if self._several:
             out = original(*args, **kwargs)
             if (recording := self._executor.recording) is not None:
@@ -168,11 +168,11 @@ class Streaming:
 
     @contextmanager
     def transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
-        """Restores these caches and leaves the ring intact if the body fails. Inside another transaction it does
-        nothing.
+        """If the body fails, ends its pass and restores ``cache``, to which the body adds ``tokens`` tokens. Does
+        nothing inside another transaction.
 
         Yields:
-            the undo, which restores the caches also later, until the next pass begins.
+            the undo, which can restore the caches until the next pass begins; None: nothing to restore.
         """
         if self._within:
             yield None
@@ -229,7 +229,7 @@ class Streaming:
             self._transport.begin_pass(pooled=executor.pooled)
 
     def _end_pass(self) -> None:
-        """Ends a pass: all units were handed over, so all reads for it have ended."""
+        """Ends a pass, all of whose units were handed over and so have been read; checks that no file has changed."""
         if self.experts is not None:
             self.experts.end()
             if self._executor.pooled:
@@ -244,7 +244,7 @@ class Streaming:
     # Several passes
 
     def advance(self) -> None:
-        """Tells the undo that the graph built so far is about to be computed."""
+        """Notes for the undo that the graph built so far is about to be computed."""
         self._executor.reached(self._executor.moved())
 
     def run_passes(
@@ -312,7 +312,7 @@ class Streaming:
         return outputs
 
     def leaves(self, array: mx.array) -> None:
-        """Computes an array of the current pass together with its caches; at once if the pass is not recorded."""
+        """Evaluates an array that the current pass made: together with its caches, or now if it is not recorded."""
         if self._executor.recording is not None:
             self._executor.recording.tail.append(array)
         else:

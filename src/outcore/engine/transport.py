@@ -1,8 +1,7 @@
-"""What decoding needs of other ranks; ``seams.Stage`` is the engine's part.
+"""``Transport``: how decoding reaches other ranks. Its base ``seams.Stage`` is how the engine reaches them.
 
 A model whose layers lie on several machines is run by one process on each, a rank. All ranks run the same code over the
-same tokens, each with its own layers. The engine and the decoding loops reach the others by a ``Transport``; that class
-itself stands for a model without other ranks.
+same tokens, each with its own layers. ``Transport`` itself is for a model without other ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Fit = Callable[[Sequence[int], Sequence[int], Sequence[int]], int]
 
 
 class Forecast(Protocol):
-    """Predicted speed of all ranks together: seconds per token and to the first token; ``line`` says it in words."""
+    """Predicted speed of all ranks together: seconds per token, seconds to the first token, and a line for the user."""
 
     token_s: float
     ttft_s: float
@@ -47,7 +46,7 @@ class PassRunner(Protocol):
 
 
 class Leader(Protocol):
-    """``decode.continuous.Continuous`` on the first rank, whose steps all other ranks follow."""
+    """A scheduler (``decode.scheduler.Scheduler``) on the first rank, whose steps all other ranks repeat."""
 
     ends: Collection[int]
 
@@ -59,42 +58,42 @@ class Leader(Protocol):
     def close(self) -> None: ...
 
     def rest(self) -> None:
-        """Called when there are no requests. Raises LinkError if another rank is gone."""
+        """Called while there are no requests. Raises LinkError if another rank is gone."""
 
     def fail(self, reason: str) -> None: ...
 
 
 class Agreement:
-    """Values that all ranks agree on. Every rank makes the same calls in the same order. This class itself stands for
-    one rank, which ``chooses``: it has the logits and samples tokens."""
+    """Gives all ranks the same values; every rank makes the same calls in the same order. This class itself is for a
+    single rank. ``chooses``: this rank has the logits and samples tokens."""
 
     alone = chooses = True
 
     def numbers(self, choose: Callable[[], Sequence[int]]) -> list[int]:
-        """Returns the integers that the first rank chooses."""
+        """Returns the integers that ``choose`` returns on the first rank."""
         return list(choose())
 
     def text(self, tell: Callable[[], str]) -> str:
-        """Returns the text that the first rank has."""
+        """Returns the text that ``tell`` returns on the first rank."""
         return tell()
 
     def leasts(self, values: Sequence[int]) -> list[int]:
-        """Returns the smallest of each value over all ranks."""
+        """Returns, for each of ``values``, the smallest that any rank gave."""
         return list(values)
 
     def give_up(self, error: Exception) -> None:
-        """Ends the run on all ranks after something failed that only this rank does."""
+        """Ends the run on all ranks after an error in work that only this rank does."""
 
 
 class Transport(Agreement, Stage):
-    """The other ranks of a model, as this one sees them; this class itself stands for none."""
+    """How this rank reaches the other ranks of a model; this class itself is for a single rank."""
 
     forecast: Any = None  # a Forecast
 
     # Room
 
     def text_room(self, text: Callable[[], Sequence[int]], has_room: HasRoom, *, asked: bool) -> tuple[int, int]:
-        """Returns what ``has_room`` returns, limited to what all ranks have room for.
+        """Returns the least that ``has_room`` returns on any rank: tokens of an answer, and of a chunk of the prompt.
 
         Args:
             text: values that must be the same on all ranks.
@@ -112,12 +111,12 @@ class Transport(Agreement, Stage):
     # Decoding
 
     def leader(self, sequences: Any) -> Leader | None:
-        """Returns the scheduler a server uses in place of ``sequences``, so that other ranks follow; None: a single
-        rank."""
+        """Returns a scheduler for a server that makes other ranks repeat the steps of ``sequences``; None: there is
+        only one rank."""
         return None
 
     def merging(self, caches: Sequence[Sequence[Any]]) -> None:
-        """Called before caches of several sequences are merged, each a list with a cache per layer."""
+        """Called before sequences' caches are merged; ``caches``: for each sequence, a cache per layer."""
 
     def passes_together(self) -> PassRunner | None:
         """Returns an object that runs several passes layer by layer if nothing is streamed; None: they run one after

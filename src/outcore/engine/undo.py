@@ -1,9 +1,9 @@
-"""Restores caches to their state before a pass that fails.
+"""Restores caches to their state before a failed pass.
 
 While a pass's graph is built, caches already hold arrays that are not computed yet, derived from slots that will be
-overwritten. So the undo needs the earlier arrays as well as the offsets. But MLX copies a key-value cache's arrays for
-every token, instead of writing in place, while anything else refers to them. So the references are dropped as soon as a
-unit's work, its caches included, is about to be handed to the device: what lies before the offset stays as it was.
+overwritten. So the undo needs the earlier arrays as well as the offsets. But while anything else refers to a key-value
+cache's arrays, MLX copies them for every token instead of writing in place. So the undo drops its references as soon as
+a unit's work, caches included, is about to be handed to the device: the new arrays have the same earlier tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..modules.cache_rollback import KEEPER, Snapshot, by_offset
 from ..modules.hooks import flat, handle
 from ..modules.mlx_lm_compat import set_window_index, window_index
 
-# Caches that are written in place, with the arrays that they held at some moment.
+# Caches, each with the arrays that it held when it was last looked at.
 Moved = list[tuple["Written", Any]]
 
 
@@ -29,9 +29,9 @@ class Written:
     """A cache that is written in place.
 
     Attributes:
-        base: arrays with everything that the cache held before; None: it held nothing, or its own arrays still hold it.
-        offset: tokens at the last check.
-        whole: the cache's own arrays still hold what they held.
+        base: arrays with all tokens from before the pass; None: there were none, or the cache's own arrays have them.
+        offset: tokens in the cache at the last check.
+        whole: the cache's own arrays still have all tokens from before the pass.
         overwritten: in a full sliding window, the entry that the next token replaces.
     """
 
@@ -43,8 +43,8 @@ class Written:
 
 
 class Undo:
-    """Restores caches (as from ``make_prompt_cache``) to their state before ``tokens`` more tokens. Entries of the list
-    may be replaced meanwhile."""
+    """Restores caches (as from ``make_prompt_cache``) to their state before a pass over ``tokens`` tokens. The pass may
+    replace entries of the list."""
 
     def __init__(self, cache: list[Any], tokens: int) -> None:
         kept = {id(c): c for c in flat(cache) if KEEPER in getattr(c, "__dict__", ())}
@@ -59,7 +59,7 @@ class Undo:
         self._snapshot = Snapshot(cache, apart={id(w.cache) for w in windows} | kept.keys())
 
     def begin(self) -> None:
-        """Begins a pass, perhaps a later one of the same prompt: the current arrays hold everything from before."""
+        """Begins a pass, perhaps a later one of the same prompt: keeps the arrays that the caches hold now."""
         for w in self._written:
             w.base, w.offset, w.whole = _arrays(w.cache), w.cache.offset, False
 
@@ -73,12 +73,12 @@ class Undo:
         return found
 
     def reached(self, moved: Moved) -> None:
-        """Keeps the arrays of these caches, which are about to be computed, in place of the earlier ones."""
+        """Keeps these arrays, which are about to be computed, in place of the caches' earlier arrays."""
         for w, arrays in moved:
             w.base = arrays
 
     def passed(self) -> None:
-        """All units were handed over: what is not computed yet depends on no slot."""
+        """Drops all kept arrays at the end of a pass: what is not computed yet depends on no slot."""
         for w in self._written:
             w.base, w.whole = None, True
 

@@ -22,8 +22,8 @@ from .model_profile import ModelProfile
 
 
 def profile_of(lazy: LazyModel, *, context: int | None, prompt: int | None, **how: Any) -> ModelProfile:
-    """Calls ``model_profile.profile_of`` with the model's packed copies and experts; ``context`` None: the usual
-    number."""
+    """Calls ``model_profile.profile_of`` with the model's packed copies and experts. ``context``: tokens; None: as
+    ``planned_context`` chooses."""
     context = planned_context(longest_context(lazy.config), position_limit(lazy.config), context, prompt)
     prompt = min(context, prompt or context)
     planned = overlay(lazy)
@@ -32,8 +32,8 @@ def profile_of(lazy: LazyModel, *, context: int | None, prompt: int | None, **ho
 
 
 def check_experts(lazy: LazyModel, compute: mx.Dtype | None) -> None:
-    """Raises UsageError for experts that MLX's CPU device cannot gather: GatherMM of 0.32.4 takes float32 only;
-    quantized experts have a kernel of their own."""
+    """Raises UsageError for experts that MLX cannot compute on the CPU device: its GatherMM (0.32.4) takes float32
+    only. Quantized experts have another kernel."""
     if not on_cpu():
         return
     to = Cast(lazy.model, compute)
