@@ -12,13 +12,13 @@ from ..sizes import BLOCK, KV_STEP, Growing, held_bytes, round_up, slot_bytes
 # more, in place of layers.
 SHARED_STEP = 32
 
-# Recurrent states in flight at once, in addition to those of a chunk's tokens.
+# Recurrent states in memory at once, in addition to those of a chunk's tokens.
 STATES = 4
 
 # Copies of one layer's caches in memory while caches grow: a full buffer is copied into a larger one, and so is a
-# buffer that a chunk writes while the previous one is still held. Measured on the CPU device after prompts of 2,048
-# tokens: 0.2 to 1.0 layers' keys and values in memory; with KV offload 1.7, next to slots and pending writes. Plans for
-# a GPU assume the same.
+# buffer that a chunk writes while the previous one is still in use. Measured on the CPU device after prompts of 2,048
+# tokens: 0.2 to 1.0 times a layer's keys and values; with KV offload 1.7 times, next to slots and pending writes. Plans
+# for a GPU assume the same.
 COPIED, COPIED_ELSEWHERE = 1.0, 1.75
 
 # Slots of KV offload: one layer computes while the next layer's keys and values are read.
@@ -31,18 +31,18 @@ MERGED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """What a model is to compute. Tokens.
+    """The texts that memory is planned for. Lengths are in tokens.
 
     Attributes:
-        context: of one sequence. ``prompt``: of the longest prompt, at most ``context``.
+        context: most tokens of one sequence; ``prompt``: tokens of the longest prompt, at most ``context``.
         drafted: most drafted tokens whose logits a pass computes.
-        sequences: that share each pass; ``cache``, ``context`` and ``prompt`` are those of one.
-        shared: context of all sequences together, counting each as long as the longest, since caches are padded to it;
-            0: the whole context for each.
+        sequences: how many sequences share each pass; ``cache``, ``context`` and ``prompt`` are those of one sequence.
+        shared: tokens of all sequences together, each counted as long as the longest, since caches are padded to it; 0:
+            ``context`` for each.
         joining: most prompt tokens computed in one pass; 0: those of the longest prompt.
-        step: by which several sequences' caches grow.
-        kv_disk: KV offload: ``off``, ``on``, or ``auto``: where a context does not fit otherwise.
-        on_disk: keys and values of streamed layers are offloaded.
+        step: tokens by which the caches of several sequences grow at a time.
+        kv_disk: KV offload: ``off``, ``on``, or ``auto``: if the context does not fit otherwise.
+        on_disk: whether keys and values of streamed layers are offloaded.
     """
 
     context: int
@@ -63,14 +63,14 @@ class Texts:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSize(Texts):
-    """Bytes of these texts' caches, per token where said.
+    """Bytes of these texts' caches.
 
     Attributes:
-        cache: KV and recurrent states for the whole context.
+        cache: KV and recurrent states of one sequence for the whole context.
         growing: for each cache that grows with the context, bytes per token and most tokens (None: unlimited).
         fixed: the largest cache that does not grow.
         kept: copies of caches from before a pass, restored if it fails.
-        copied: copies of the largest cache that growing takes in addition.
+        copied: how many copies of the largest growing cache are in memory, besides it, while caches grow.
         kept_apart: layer and bytes per token of each cache that can be offloaded with its layer.
     """
 
@@ -85,8 +85,8 @@ class CacheSize(Texts):
         """Returns bytes of all sequences' caches, including copies made while they grow or merge.
 
         Args:
-            share: the fraction of the layers that are computed at once; their recurrent states are held twice. Used for
-                several sequences only.
+            share: fraction of the layers that is computed without a wait; their recurrent states are in memory twice.
+                Used for several sequences only.
         """
         if self.on_disk:
             return self._with_offload
@@ -104,7 +104,7 @@ class CacheSize(Texts):
         return max((held_bytes([g], self.context) for g in set(growing)), default=0)
 
     def kv(self, layer: int) -> int:
-        """Returns bytes of a layer's keys and values for the whole context that can be offloaded."""
+        """Returns bytes of a layer's keys and values that can be offloaded, for the whole context."""
         return held_bytes([(self._kept_apart.get(layer, 0), None)], self.context)
 
     @cached_property
@@ -117,7 +117,7 @@ class CacheSize(Texts):
     def kv_read(self, layer: int, tokens: int | None = None) -> int:
         """Returns bytes of offloaded KV that one layer reads per pass after ``tokens`` (default: the context)."""
         context = self.context if tokens is None else tokens
-        whole = context // KV_STEP * KV_STEP  # the rest is not in whole blocks yet
+        whole = context // KV_STEP * KV_STEP  # the last tokens do not fill a block and stay in memory
         return self._kept_apart.get(layer, 0) * whole if self.on_disk else 0
 
     @cached_property
@@ -155,5 +155,5 @@ class CacheSize(Texts):
 
     @cached_property
     def states(self) -> int:
-        """Bytes that do not grow with the context: recurrent states, restored when drafts are rejected."""
+        """Bytes of recurrent states: caches that do not grow with the context."""
         return self.cache - held_bytes(self.growing, self.context)

@@ -1,5 +1,5 @@
-"""Candidates: what stays resident, what is streamed through which slots, and the memory that this takes; also for a
-running model with other layers resident."""
+"""Candidates for a plan: which layers are resident, the slots that others are streamed through, and the memory that all
+take. ``replan`` computes the same for a running model whose resident layers change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 100_000
 
 
 class Candidates:
-    """Makes candidates of one model, and caches what they share: cuts of equal layers, activations, resident sets."""
+    """Makes candidates for one model; keeps results that several use: cuts of equal layers, activations, layer sets."""
 
     def __init__(self, size: ModelSize) -> None:
         self.size = size
@@ -32,7 +32,7 @@ class Candidates:
         self._activations = dict[tuple[int, int | None], int]()
 
     def streamed(self, resident: frozenset[int], kept: dict[int, tuple[int, ...]], unit: int) -> list[tuple[int, Cut]]:
-        """Returns each streamed layer, by number, in parts of at most ``unit`` bytes, without its resident pieces."""
+        """Returns index and cut of each streamed layer: pieces not in ``kept``, in parts of at most ``unit`` bytes."""
         found = []
         for i, alike in enumerate(self._alike):
             if i not in resident:
@@ -81,7 +81,7 @@ class Candidates:
         return found
 
     def fixed(self, head: bool, step: int) -> int:
-        """Returns a lower bound in bytes of everything but layers, slots and copies."""
+        """Returns a lower bound of the bytes of everything but layers, slots and copies."""
         size = self.size
         streamed = size.tables + (size.head.resident if head and size.head is not None else 0)
         return size.non_layer - streamed + self.activations(step, None) + (0 if size.on_disk else size.caches(0.0))
@@ -93,10 +93,10 @@ class Candidate:
 
     Attributes:
         head: whether the head is streamed.
-        step: tokens of a prompt that a pass takes.
-        slots: of the ring.
-        unit: most bytes of a part of a layer, as far as layers can be cut.
-        kept: resident pieces of streamed layers.
+        step: tokens of a prompt's chunk.
+        slots: how many slots the ring has.
+        unit: most bytes of a part of a layer, unless a layer cannot be cut so small.
+        kept: index of each streamed layer with resident pieces, and the indices of these.
     """
 
     of: Candidates
@@ -131,7 +131,7 @@ class Candidate:
         for _, cut in self._streamed:
             largest = max(largest, cut.slot)
         if self.head and self.size.head is not None:
-            # Slices are as large as other units are, or as slots may be where there are none.
+            # The head's slices are as large as the largest other unit, or ``unit`` if there is no other.
             largest = max(largest or self.unit, self.size.head.slot)
         return largest
 
@@ -149,7 +149,7 @@ class Candidate:
 
     @cached_property
     def _activations(self) -> int:
-        """Includes copies made of streamed weights."""
+        """Bytes of activations, and of streamed weights' copies in another dtype or decoded form."""
         size, cast, between = self.size, 0, None
         for _, cut in self._streamed:
             cast = max(cast, cut.cast)
@@ -177,7 +177,7 @@ class Candidate:
 
     @cached_property
     def bare(self) -> Plan:
-        """The plan, without a budget and what it takes."""
+        """The plan without its budget, smallest budget and predictions."""
         size = self.size
         parts = [StreamedPart(i, p.pieces, p.slot, p.read, p.cast) for i, cut in self._streamed for p in cut.parts]
         streamed = tuple([i for i, _ in self._streamed])
@@ -209,14 +209,14 @@ class Candidate:
         return predict(self.size, replace(self.bare, budget_bytes=budget, smallest_budget_bytes=least), calibration)
 
     def fill(self, budget: int) -> Candidate:
-        """Uses leftover memory to keep single pieces resident: the largest that fit first, evenly spread over the
-        layers."""
+        """Returns the candidate with single pieces resident in the memory left: the largest that fit first, evenly
+        spread over the layers."""
         room = budget
         while room > self.peak:
             filled = self._filled(room)
             if filled.peak <= budget:
                 return filled
-            # The cuts have moved, and more activations are held between the parts.
+            # Layers are cut elsewhere now, and more activations are in memory between the parts.
             room -= filled.peak - budget
         return self
 
@@ -229,7 +229,7 @@ class Candidate:
             while left >= nbytes > 0:
                 free = []
                 for i, pieces in layers:
-                    if len(kept[i]) + 1 < len(pieces):  # something of each stays streamed
+                    if len(kept[i]) + 1 < len(pieces):  # one piece of each layer stays streamed
                         for n, piece in enumerate(pieces):
                             if piece.resident == nbytes and n not in kept[i]:
                                 free.append((i, n))
@@ -244,8 +244,8 @@ class Candidate:
 
 
 def together(resident: frozenset[int], layers: int) -> float:
-    """Returns the share of layers computed without a wait: the longest run of resident layers and the streamed one
-    after it."""
+    """Returns the largest fraction of the layers that is computed without a wait: a run of resident layers and the
+    streamed one after it."""
     longest = run = 0
     for i in range(layers):
         run = run + 1 if i in resident else 0
@@ -261,7 +261,7 @@ def place(size: ModelSize, count: int) -> list[int]:
 
 
 def replan(size: ModelSize, plan: Plan, resident: Iterable[int], calibration: Calibration) -> Plan:
-    """Returns the plan with other resident layers and the same ring, for a model that may have grown."""
+    """Returns the plan with other resident layers and the same ring. ``size`` may be larger than the plan's was."""
     made = _replanned(size, plan, resident)
     if plan.pools and size.on_demand is not None:
         return size.on_demand.with_pools(size, made, plan.pools, calibration)

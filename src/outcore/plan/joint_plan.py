@@ -36,17 +36,17 @@ ASSUMED_CHANCE = 0.6
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft before any of it is read. Bytes.
+    """A draft before any of its weights is read. Sizes in bytes.
 
     Attributes:
         kind: ``ngram``, or the kind of the package that provides it.
-        weights: bytes in memory.
-        head: more of them, if the model's head is streamed.
-        cache, growing: as in ``ModelSize``.
-        uses_head: drafts with the model's own head, which then stays in memory.
-        copies_model: a copy of the model's layers that continues from the model's own caches. These stay in memory, and
-            a guess takes as long as a token of the resident model.
-        chance: that a guess is accepted, before any was observed.
+        weights: its weights in memory.
+        head: its further weights if the model's head is streamed.
+        cache, growing: its caches, as in ``ModelSize``.
+        uses_head: whether it drafts with the model's own head, which then stays in memory.
+        copies_model: whether it is a copy of the model's layers that continues from the model's own caches. Then these
+            stay in memory, and a guess takes as long as a token of the resident model.
+        chance: assumed chance that a guess is accepted, before any was observed.
         detail: private data of the package.
     """
 
@@ -68,7 +68,7 @@ class Draft:
 
 
 def drafted_tokens(size: ModelSize, budget: int, explicit: bool) -> int:
-    """Returns the drafted tokens per pass whose logits fit a small share of the budget; at least ``FEW`` if
+    """Returns the number of drafted tokens per pass whose logits fit a small share of the budget; at least ``FEW`` if
     ``explicit``."""
     room = budget // SHARE // max(1, size.logits_row)
     return min(MOST, max(room, FEW if explicit else 0))
@@ -93,8 +93,8 @@ POINTS = 16
 # A budget is enough if it gives this share of the fastest speed.
 NEAR = 0.95
 
-# Computing is the limit where streaming reaches this share of the resident speed; handing units over takes some time
-# too.
+# If streaming reaches this share of the resident speed, computing is the limit: handing units to the device takes the
+# rest of the time.
 COMPUTING = 0.9
 
 
@@ -112,11 +112,11 @@ class Planning:
     """Makes plans for any budget.
 
     Attributes:
-        size: of the model without a draft.
-        kind: of the draft, as from ``parse_draft``; ``auto`` drafts only where there is room.
+        size: the model's size without a draft.
+        kind: the draft's, as from ``parse_draft``; ``auto`` drafts only if the budget has room.
         blocks: whether all drafted tokens are computed in one pass. If not, plans with an expert cache do not draft:
             each drafted token would read its own experts.
-        options: of ``make_plan``.
+        options: arguments of ``make_plan``.
     """
 
     size: ModelSize
@@ -130,7 +130,7 @@ class Planning:
         """Returns the plan within ``budget`` bytes.
 
         Raises:
-            BudgetError: the budget is too small; names the smallest that works, the context and the draft.
+            BudgetError: the budget is too small; the message names the smallest that works, the context and the draft.
             UsageError: as ``make_plan``.
         """
         if budget < self.smallest:
@@ -154,17 +154,17 @@ class Planning:
 
     @property
     def largest(self) -> ModelSize:
-        """The model's size with its draft where memory suffices for everything."""
+        """The model's size with its draft, and as many drafted tokens as when everything is resident."""
         if self.kind in (AUTO, NONE) or self.draft is None:
             return self.size
         drafted = drafted_tokens(self.size, resident_budget(self.draft.added_to(self.size, False)), explicit=True)
         return self.draft.added_to(replace(self.size, drafted=drafted), False)
 
     def _ways(self, budget: int) -> Iterator[tuple[ModelSize, bool | None]]:
-        """Yields the model's size with its draft, and whether the head stays, in order of preference.
+        """Yields the model's size with its draft, and whether the head is resident, the preferred first.
 
-        As many drafted tokens as the budget allows, else a few; the head in memory, else streamed, for which a copy of
-        the model needs its own.
+        As many drafted tokens as the budget allows come before a few; a resident head before a streamed one, with which
+        a draft that copies the model needs a head of its own.
         """
         head, draft = self.options.get("head_resident"), self.draft
         if self.kind in (AUTO, NONE) or draft is None:
@@ -179,8 +179,8 @@ class Planning:
                 yield draft.added_to(replace(self.size, drafted=drafted), streamed), stays
 
     def _with_drafted_tokens(self, plan: Plan, budget: int, calibration: Calibration) -> Planned:
-        """Adds room for drafted tokens where something is streamed and it fits; not in place of experts, since each
-        drafted token uses experts of its own."""
+        """Adds room for drafted tokens if something is streamed and the budget has room. Not for plans with an expert
+        cache, since each drafted token uses experts of its own."""
         size = replace(self.size, drafted=drafted_tokens(self.size, budget, explicit=False))
         if plan.streams and not plan.pools and size.drafted and self.draft is not None:
             try:
@@ -195,9 +195,9 @@ class Planning:
         key = size, budget, head, id(calibration)
         if key not in self._made:  # shared with Plannings made by dataclasses.replace
             plan = make_plan(size, budget, calibration=calibration, **self._options(head))
-            self._made[key] = calibration, plan  # holding it keeps its id from being reused
+            self._made[key] = calibration, plan  # keeping the calibration keeps its id from being reused
         plan = self._made[key][1]
-        # With several ranks one drafts; the others' disks wait for it too.
+        # With several ranks one drafts, and the others have the same time to read ahead.
         if self.draft is not None and self.draft.name != NGRAM and self.options.get("slots") is None:
             plan = _read_ahead(size, plan, calibration)
         return replace(plan, smallest_budget_bytes=self.smallest)
@@ -229,10 +229,10 @@ def _read_ahead(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
 def speed_curve(
     planning: Planning, calibration: Calibration, *, points: int = POINTS, also: Sequence[int] = ()
 ) -> list[Plan]:
-    """Returns plans from the smallest budget that works to everything resident, evenly spaced.
+    """Returns plans for evenly spaced budgets, from the smallest that works to one with everything resident.
 
     Args:
-        also: budgets to include.
+        also: further budgets between these.
     """
     least = planning.smallest
     most = max(least, resident_budget(planning.largest))
@@ -242,16 +242,15 @@ def speed_curve(
 
 
 def knee(plans: Sequence[Plan], available: int) -> Plan | None:
-    """Returns the smallest plan within ``available`` bytes that is about as fast as the fastest; None if none fits."""
+    """Returns, of the plans within ``available`` bytes, the smallest that is about as fast as the fastest; or None."""
     fitting = [p for p in plans if p.budget_bytes <= available]
     fastest = min((p.token_s for p in fitting), default=0.0)
     return next((p for p in fitting if p.token_s <= fastest / NEAR), None)
 
 
 def computing_from(plans: Sequence[Plan]) -> Plan | None:
-    """Returns the smallest streaming plan about as fast as the resident one: from there on computing is the limit.
-
-    None if the disk is the limit up to everything resident, or no plan is fully resident.
+    """Returns the smallest streaming plan that, like all larger ones, is about as fast as the resident plan: from its
+    budget on, computing is the limit. None if there is none, or the last plan is not fully resident.
     """
     if plans[-1].streams:
         return None
@@ -275,10 +274,10 @@ class Choice:
     """A plan with a draft, and its expected speed.
 
     Attributes:
-        planned: None where the draft does not fit or is not possible; ``reason`` says why.
+        planned: the plan; None if the draft does not fit or is not possible: ``reason`` says why.
         drafted: guesses per pass.
-        tokens: per pass.
-        token_s: seconds per token of a text.
+        tokens: expected tokens per pass.
+        token_s: expected seconds per token of a text.
         first: bytes to write once, before the first answer.
     """
 
@@ -295,7 +294,7 @@ def expected(planned: Planned, calibration: Calibration, name: str, blocks: bool
     """Returns the expected speed of a plan with its draft.
 
     Args:
-        blocks: one pass computes all guesses; otherwise each takes its own.
+        blocks: whether one pass verifies all guesses; otherwise each guess takes a pass.
     """
     size, plan, draft = planned.size, planned.plan, planned.draft
 
@@ -335,7 +334,7 @@ def pays_for_several(
 
     Args:
         tokens: observed tokens per pass with n-gram drafts; None: not observed.
-        chance: that a guess of another draft is right; each of its guesses takes ``guess_s`` seconds.
+        chance: that a guess of another draft is right, which takes ``guess_s`` seconds; None: n-gram drafts.
     """
     together = sweep_s(size, plan, calibration, texts, True)  # one batched pass
     alone = sweep_s(size, plan, calibration, 1, blocks, texts)
@@ -354,12 +353,12 @@ def pays_for_several(
 
 
 def _tokens(chance: float, guesses: int) -> float:
-    """Tokens of a pass over so many guesses."""
+    """Returns the expected tokens of a pass that verifies so many guesses."""
     return (1 - chance ** (guesses + 1)) / (1 - chance)
 
 
 def _repeating(plain: float, tried: float, tokens: float) -> float:
-    """Seconds of a pass with n-gram drafts, which guess only where the text repeats itself."""
+    """Returns mean seconds of a pass with n-gram drafts, which guess only where the text repeats itself."""
     return plain + min(1.0, tokens - 1) * (tried - plain)
 
 

@@ -19,12 +19,12 @@ class Calibration:
 
     Attributes:
         read_gbps: disk rate of the reader with the fastest ``io``, ``threads`` and ``chunk``.
-        read_latency_s: of a small read with nothing else in flight.
-        sync_s: of handing a graph to the device and waiting for it, beyond its computing.
-        weight_gbps: GB/s at which weights are computed with for one token, for kinds that were not measured.
-        decode_gbps: GB/s of bfloat16 weights decoded from three quarters of their bytes; None: unknown.
+        read_latency_s: seconds of a small read while no other is in flight.
+        sync_s: seconds to hand a graph to the device and wait for it, beyond those of computing.
+        weight_gbps: GB/s of weights that a pass of one token computes with, for kinds that were not measured.
+        decode_gbps: GB/s of bfloat16 weights that are decoded from a compact copy; None: unknown.
         kinds: for each kind of layer (``LayerSize.kind``) or rest of a model (``ModelSize.rest_kind``): seconds of one
-            pass by number of tokens, everything in memory.
+            pass by number of tokens, when all weights are in memory.
         measured: False for assumed numbers.
     """
 

@@ -47,7 +47,7 @@ GRAPH_BYTES = {"cpu": 64_000_000, "gpu": 256_000_000}
 
 
 def held_for_later(versions: int, masked: int, tokens: int, context: int) -> int:
-    """Returns bytes that a pass over ``tokens`` holds for later layers, with ``context`` tokens in the caches."""
+    """Returns KV and mask bytes that a pass of ``tokens`` keeps for later layers, with ``context`` cached tokens."""
     return (context + KV_STEP) * versions + context * tokens * masked
 
 
@@ -59,11 +59,11 @@ class Graph:
     token by token 14 kB more for each token and layer.
 
     Attributes:
-        layers: of the model.
-        recurrent: layers whose recurrences are built token by token.
+        layers: number of layers.
+        recurrent: number of layers whose recurrences are built token by token.
         most: bytes of graph that passes sharing one reading of the weights may take.
-        versions, masked: what a pass holds for later layers, as in ``ModelSize``.
-        held: most bytes of these for several passes together.
+        versions, masked: what a pass keeps for later layers, as in ``ModelSize``.
+        held: most bytes that several passes together may keep for later layers.
     """
 
     layers: int
@@ -74,9 +74,10 @@ class Graph:
     held: int = 0
 
     def sweeps(self, passes: Sequence[int], context: int = 0) -> list[int]:
-        """Returns how many passes share each reading of the weights, at least one, given each pass's tokens.
+        """Returns, for each reading of the weights, how many passes share it.
 
         Args:
+            passes: the tokens of each pass.
             context: tokens in the caches after the last pass.
         """
         counts: list[int] = []
@@ -98,16 +99,16 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationSize(CacheSize):
-    """Bytes that passes allocate while they compute, per token where said.
+    """Bytes that passes allocate while they compute.
 
     Attributes:
         token: activations per token of a chunk.
-        hidden: a layer's input and output per token; a whole prompt's are held while it is computed in chunks.
-        between: hidden states per token held between two parts of a layer, in addition to outputs of its pieces; a
-            whole prompt's where layers are streamed in parts.
+        hidden: a layer's input and output per token; a whole prompt's are in memory while its chunks are computed.
+        between: hidden states per token between two parts of a layer, in addition to outputs of its pieces; a whole
+            prompt's are in memory if layers are streamed in parts.
         score: attention scores per token of a chunk and token of context.
         window: KV per token of a chunk that sliding windows keep beyond their size until the next token.
-        state: a recurrent state, where a recurrence is computed token by token and keeps one for each.
+        state: a recurrent state, if the recurrence is computed token by token and keeps a state for each; else 0.
         logits: one token's logits and sampling's copies of them.
         workspace: reserved by the device's libraries.
         batches: activations of whole batches evaluated in one call, beyond those of a prompt.
@@ -136,15 +137,15 @@ class ActivationSize(CacheSize):
 
 @dataclass(frozen=True)
 class ModelSize(ActivationSize):
-    """What a plan needs to know of a model. Bytes.
+    """The sizes of a model that a plan is made from, in bytes.
 
     Attributes:
         non_layer: embeddings, norms, head, and every 1-D parameter; includes ``tables`` and ``head``.
         tables: embeddings that are only looked up in, so that single rows can be read.
         head: the output head (or tied embeddings) if it can be streamed in slices as large as the slots. ``slot`` is
             the smallest slice's, ``cast`` that of the whole head.
-        rest_kind: the kind of everything computed outside of layers.
-        recurrences: layers whose recurrences are built token by token.
+        rest_kind: everything computed outside of layers, as a kind of ``Calibration.kinds``.
+        recurrences: number of layers whose recurrences are built token by token.
         reuse: most freed memory that MLX may keep for reuse.
         most_unit: the largest unit that a slot of this device holds. Larger layers that cannot be cut are not
             ``streamable``.
@@ -161,7 +162,7 @@ class ModelSize(ActivationSize):
 
     @cached_property
     def on_demand(self) -> ExpertPlans | None:
-        """Makes plans with expert caches (``prediction.ExpertPlans``); None without routed experts."""
+        """The maker of plans with expert caches; None if no layer has routed experts that can be read one by one."""
         return next((layer.experts.on_demand for layer in self.layers if layer.experts is not None), None)
 
     @property
@@ -184,7 +185,7 @@ class ModelSize(ActivationSize):
         return max((layer.resident for layer in self.layers), default=0)
 
     def _held_for_later(self, chunk: int, waiting: int) -> int:
-        """Bytes of that for a prompt; a single pass's are counted elsewhere."""
+        """Returns bytes that several passes of a prompt keep for later layers; ``hidden`` has those of one pass."""
         passes = -(-waiting // max(1, chunk))
         mean = max(0, self.context - (waiting - chunk) // 2)
         every = passes * held_for_later(self.versions, self.masked, chunk, mean)
@@ -203,8 +204,8 @@ class ModelSize(ActivationSize):
         """Returns bytes that one pass over ``chunk`` tokens needs in addition to weights and caches.
 
         Args:
-            between: outputs of pieces held between two parts of a layer (``held_between``); None: layers are streamed
-                whole.
+            between: bytes per token of pieces' outputs between two parts of a layer (``held_between``); None: layers
+                are streamed whole.
         """
         return sum(self.activation_parts(chunk, between).values())
 

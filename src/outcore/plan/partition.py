@@ -18,9 +18,9 @@ class PieceSize:
     """Bytes of one piece of a layer, as in ``LayerSize``.
 
     Attributes:
-        ranges: read from disk: file number, offset from the layer's start there (so that equal layers compare equal),
-            and bytes; empty where unknown.
-        out: output per token.
+        ranges: byte ranges on disk, each as file number, offset from the layer's first byte in that file (so that equal
+            layers compare equal) and bytes; empty if unknown.
+        out: bytes of its output per token.
         block: the part of the layer that the piece belongs to (its attention, its MLP). Only pieces of the same block
             use ``out``; a block passes on one hidden state.
     """
@@ -39,8 +39,8 @@ class ExpertNumbers(Protocol):
 
     Attributes:
         count: number of experts.
-        used: by a token.
-        resident: bytes of one in memory.
+        used: number of experts that a token uses.
+        resident: bytes of one expert in memory.
         on_demand: makes plans with expert caches (``prediction.ExpertPlans``).
     """
 
@@ -66,9 +66,9 @@ class LayerSize:
         kind: layers of one kind take equally long: same class, shapes and dtypes.
         pieces: parts that can stay resident on their own; in call order where ``splittable``, and then streamable on
             their own too.
-        experts: those that can be read one by one.
-        joined: weights decoded for each pass, streamed or resident.
-        decoded: weights that are stored in another form and decoded as they are used.
+        experts: its routed experts, if they can be read one by one.
+        joined: weights that every pass joins from their high and low bits, whether streamed or resident.
+        decoded: weights that are stored encoded, in decoded bytes.
         to_cast: weights that are stored in another dtype, in bytes of the computing dtype.
     """
 
@@ -88,7 +88,7 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class StreamedPart:
-    """One streamed unit: numbers of a layer's pieces; none stands for the whole layer. Bytes."""
+    """One streamed unit: pieces of a layer, by index; the whole layer if ``pieces`` is empty. Sizes in bytes."""
 
     layer: int
     pieces: tuple[int, ...]
@@ -102,9 +102,9 @@ class Cut:
     """A streamed layer in parts. ``layer`` of its parts is 0.
 
     Attributes:
-        slot, cast: of the largest part.
-        read: of all parts.
-        between: bytes per token of outputs held between two parts; None where there is one part.
+        slot, cast: most bytes of any part.
+        read: bytes of all parts.
+        between: bytes per token of outputs in memory between two parts; None if there is only one part.
     """
 
     parts: tuple[StreamedPart, ...]
@@ -152,8 +152,8 @@ def cut_layer(layer: LayerSize, kept: tuple[int, ...], unit: int) -> Cut:
 
 @lru_cache(maxsize=4096)
 def _spans(layer: LayerSize, left: tuple[int, ...]) -> list[list[int]]:
-    """Returns for each piece the slot bytes of one, two and more pieces from it on. Gaps between them in a file may be
-    read too, which is more than ``GAP`` where their tensors are mixed."""
+    """Returns, for each piece, the slot bytes of parts that begin with it: of one, two and more pieces. Includes gaps
+    between pieces that are read too, which are more than ``GAP`` where pieces' tensors are mixed in the file."""
     spans = []
     for begin in range(len(left)):
         row, slots = [], 0

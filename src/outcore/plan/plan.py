@@ -17,12 +17,12 @@ class MemoryUse:
     """Where a plan's bytes go.
 
     Attributes:
-        weight_bytes: of resident weights.
-        pool_bytes: of expert caches.
-        slots: of the ring.
-        unit_bytes: of the largest unit in a slot.
-        kv_slot: of a slot for a layer's keys and values; 0 without KV offload.
-        allocator_bytes: freed memory kept for reuse.
+        weight_bytes: bytes of resident weights.
+        pool_bytes: bytes of expert caches.
+        slots: how many slots the ring has.
+        unit_bytes: bytes of the largest unit in a slot.
+        kv_slot: bytes of a slot for a layer's keys and values; 0 without KV offload.
+        allocator_bytes: freed memory that MLX keeps for reuse.
     """
 
     weight_bytes: int
@@ -60,16 +60,16 @@ class Plan(MemoryUse):
         budget_bytes: the budget that the plan was made for.
         resident: indices of layers that stay in memory as a whole.
         streamed: indices of layers of which something is streamed.
-        kept: resident pieces of streamed layers.
+        kept: index of each streamed layer with resident pieces, and the indices of these.
         parts: streamed units in order of computing, without the head.
         head_streamed: the head is streamed in slices of at most ``unit_bytes``.
         prefill_step: tokens of a prompt computed at once.
         context: tokens that memory is planned for.
         bytes_per_token: read from disk for each token.
         smallest_budget_bytes: the smallest budget that works for this model, context and number of slots.
-        pools: cached experts, by layer. The rest of such layers is resident; ``parts`` are streamed only for long
-            passes.
-        experts: of these layers together.
+        pools: index of each layer with an expert cache, and how many experts it has room for. The layer's other weights
+            are resident; ``parts`` are streamed only in long passes.
+        experts: routed experts of these layers together.
         token_s: predicted seconds for a token (of every sequence).
         ttft_s: predicted seconds from a prompt to the first token.
         calibrated: predictions rest on measurements of this machine, not on assumptions.
@@ -102,9 +102,9 @@ class Plan(MemoryUse):
 
     @property
     def foretold(self) -> bool:
-        """Whether ``token_s`` is informative.
+        """Whether ``token_s`` is worth showing.
 
-        Not without a calibration where nothing is read: devices differ more in speed than disks.
+        Not if nothing is streamed and the device was not measured: devices differ more in speed than disks.
         """
         return self.calibrated or self.streams
 

@@ -26,24 +26,24 @@ from .plan import Plan
 # Tokens. mlx-lm's default prompt chunk; equal chunks give equal bits.
 PREFILL_STEP = 2048
 
-# Tokens. Larger chunks are hardly faster, since all chunks share one reading of the weights; resident layers come
-# first.
+# Tokens. A larger chunk is chosen only if no resident layer needs its memory: all chunks share one reading of the
+# weights, so it is hardly faster.
 ENOUGH_STEP = 256
 
 # Tokens of the smallest prompt chunk that is tried to save memory.
 SMALLEST_STEP = 16
 
-# Numbers of slots to compare: one computes while two are read, or one where memory is short.
+# Numbers of slots to compare: one is computed with while two, or if memory is short one, are read into.
 SLOTS = (3, 2)
 
 # More slots to try with the best chunk: where reading and computing take about equally long, a short ring waits for
 # every slow unit.
 DEEPER = (4, 6)
 
-# A budget below this many bytes probably lacks its unit.
+# A budget below this many bytes was probably typed without its unit.
 FEW_BYTES = 1_000_000
 
-# A plan with more units, fewer slots or smaller chunks must take less than this share of the time.
+# A plan with more units, fewer slots or smaller chunks is chosen only if it takes less than this share of the time.
 WORTH = 0.99
 
 ASSUMED = Calibration()
@@ -54,11 +54,11 @@ class Fixed:
     """Choices that the planner has to keep; None: it chooses.
 
     Attributes:
-        slots: of the ring, at least 2.
-        resident: whole layers that stay, and no pieces of others.
+        slots: how many slots the ring has, at least 2.
+        resident: how many layers are resident; then no pieces of other layers are.
         prefill_step: tokens of a prompt per pass; None: mlx-lm's 2048 or what fits.
-        head_resident: whether the head stays; None: it does, unless layers would fit only in parts and streaming it is
-            faster.
+        head_resident: whether the head is resident; None: yes, unless layers fit only in parts or in two slots, and
+            streaming the head is faster.
         experts: cached experts per layer; 0: layers are streamed whole.
     """
 
@@ -69,7 +69,7 @@ class Fixed:
     experts: int | None = None
 
     def checked(self, size: ModelSize) -> Fixed:
-        """Returns the choices for a model, without ``experts`` where it has none.
+        """Returns the choices for a model, without ``experts`` if no layer has experts to read one by one.
 
         Raises:
             UsageError: more resident layers than the model has.
@@ -136,7 +136,7 @@ def _make_plan(size: ModelSize, budget: int, asked: Fixed, calibration: Calibrat
     candidates, least = Candidates(size), _smallest_budget(size, asked)
     steps, heads = asked.steps(size), asked.heads(size)
     if asked.resident is None and False in heads and not asked.experts:
-        # Nothing streamed beats any chunk size.
+        # A plan that streams nothing is the fastest, whatever its chunk.
         for step in steps:
             if (whole := candidates.at(len(size.layers), False, step, 0, 0)).peak <= budget:
                 return whole.plan(budget, least, calibration)
@@ -157,7 +157,7 @@ def _make_plan(size: ModelSize, budget: int, asked: Fixed, calibration: Calibrat
                 found = plan
         if found is not None and not found.split and found.slots > SLOTS[-1]:
             break
-        # Layers in parts or in few slots wait for each other; they may gain more from the head's memory.
+        # Layers in parts or in two slots wait for each other: more slots in the head's place may be faster.
     if found is not None:
         return _with_larger_step(size, found, steps)
     raise BudgetError(refusal(size, budget, least, asked.resident), least)
@@ -221,7 +221,7 @@ def _with_larger_step(size: ModelSize, plan: Plan, steps: Sequence[int]) -> Plan
 
 @lru_cache(maxsize=32)
 def _smallest_budget(size: ModelSize, asked: Fixed) -> int:
-    """As ``smallest_budget``, with KV offload as ``size`` says. Cached, since every budget of a curve needs it."""
+    """Like ``smallest_budget``, with KV offload if ``size.on_disk``. Cached: every budget of a curve needs it."""
     step = asked.prefill_step or _thriftiest_step(size)
     if size.on_demand and asked.experts and asked.resident is None:
         pooled = size.on_demand.smallest(size, rings=asked.rings, step=step, slots=asked.experts)
@@ -233,7 +233,7 @@ def _smallest_budget(size: ModelSize, asked: Fixed) -> int:
 
 
 def refusal(size: ModelSize, budget: int, least: int, resident: int | None = None, also: str = "") -> str:
-    """Returns the message for a budget that is too small, also naming layers that no slot is large enough for.
+    """Returns the message for a budget that is too small. It also counts layers that are too large for any slot.
 
     Args:
         also: appended to what the budget has to cover.

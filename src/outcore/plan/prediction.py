@@ -20,7 +20,7 @@ from .plan import Plan
 
 
 class ExpertPlans(Protocol):
-    """Makes plans that keep all other weights in memory and cache routed experts (``expert_plan.OnDemand``)."""
+    """Makes plans with expert caches, in which all other weights are resident (``expert_plan.OnDemand``)."""
 
     def best(
         self,
@@ -47,7 +47,7 @@ class ExpertPlans(Protocol):
         """Whether a pass over so many tokens reads only the experts that it uses; else it reads all."""
 
     def turns(self, size: ModelSize, plan: Plan, calibration: Calibration) -> list[Turn]:
-        """Returns the turns of one token of every sequence."""
+        """Returns the turns of a pass with one token of every sequence."""
 
 
 def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
@@ -62,18 +62,18 @@ def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
 
 
 def sweep_s(size: ModelSize, plan: Plan, calibration: Calibration, tokens: int, blocks: bool, texts: int = 1) -> float:
-    """Returns seconds of one shared pass over the layers for so many tokens of each text.
+    """Returns seconds of passes that share one reading of the weights, over ``tokens`` of each of ``texts`` texts.
 
     Args:
-        blocks: one pass for each text; otherwise one for each token.
+        blocks: whether a text's tokens are one pass; otherwise each token is a pass.
     """
     passes = [(tokens, texts)] if blocks else [(1, tokens * texts)]
     return _timing(size, plan, calibration, passes, size.context).sweep_s
 
 
-# Share of a pass, over the square of the slots, lost to slow single reads and layers where reading and computing take
-# equally long (``llama-4gb``: 1.20 with two slots, 1.09 with three, 1.05 with four). Nothing is lost where one takes
-# half as long as the other (simulated, times varying by up to .8).
+# Share of a pass, divided by the square of the number of slots, that is lost to slow single reads and layers if reading
+# and computing take equally long (``llama-4gb``: 1.20 times the time with two slots, 1.09 with three, 1.05 with four).
+# Nothing is lost if one takes half as long as the other (simulated, times varying by up to .8).
 UNEVEN = 0.8
 
 # Tokens per pass, and the number of such passes: long prompts have thousands.
@@ -96,7 +96,7 @@ class Turn(NamedTuple):
 
 
 def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int) -> Timing:
-    """``kept``: tokens whose offloaded keys and values are read or written."""
+    """Simulates passes that share one reading. ``kept``: tokens whose offloaded keys and values are read or written."""
     turns, slots = turns_of(size, plan, calibration, passes, kept), max(plan.slots, 2)
     timing = simulate(turns, slots)
     less, more = sorted([sum([t.read_s for t in turns]), sum([t.compute_s for t in turns])])

@@ -21,15 +21,15 @@ MOST = 32
 # Most tokens of prompts that join in one pass, except a single longer prompt: all of them are held at once.
 JOINING = 4096
 
-# Room for all sequences is tried for the longest requests, and for requests longer than these shares of all requests.
+# Room is tried for sequences as long as the longest of all requests, of the shortest 90 %, and of the shortest half.
 SHARES = (1.0, 0.9, 0.5)
 
 
 def for_sequences(size: ModelSize, sequences: int, prompts: int | None = None) -> ModelSize:
-    """Returns the model's size with several sequences, each with its context.
+    """Returns the model's size with several sequences, each of ``size.context`` tokens.
 
     Args:
-        prompts: tokens of all their prompts; None: as if each had the longest.
+        prompts: tokens of all their prompts together; None: as if each had the longest.
     """
     if sequences == 1:
         return replace(size, sequences=1)
@@ -43,8 +43,8 @@ class Workload:
 
     Attributes:
         requests: tokens of each prompt, and most tokens of its answer.
-        most: sequences that may share a pass.
-        least: sequences that must.
+        most: how many sequences may share a pass.
+        least: how many sequences must share a pass.
     """
 
     requests: tuple[tuple[int, int], ...]
@@ -77,7 +77,7 @@ class Workload:
                 yield replace(several, shared=room)
 
     def sweeps(self, size: ModelSize) -> float:
-        """Returns the passes that all requests take, the longest first."""
+        """Returns how many passes all requests take, if the longest begin first."""
         answers = sorted(((prompt + answer, answer) for prompt, answer in self.requests), reverse=True)
         decoding = sum(answer / max(1, min(size.sequences, size.room // need)) for need, answer in answers)
         prompts = sum(prompt for prompt, _ in self.requests) / max(size.joining, size.prompt)
