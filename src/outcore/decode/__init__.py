@@ -1,1 +1,1 @@
-"""From logits to text: requests, sampling, speculation, and what is kept of prompts."""
+"""From prompts to answers: requests, scheduling, sampling, drafts, and stored prompts."""

@@ -1,7 +1,7 @@
-"""Answers to many prompts: as many sequences as there is memory for share each pass, and new ones join as others end.
+"""Answers many prompts: as many sequences as memory allows share each pass, and new ones join as others end.
 
 The longest requests begin first: caches are padded to the longest running sequence, so sequences that run together
-should have similar lengths. Requests keep this order: the next one waits until there is room for it.
+should have similar lengths. No request overtakes another: the next one waits until there is room for it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Failed = Callable[[Request, Exception], None]
 
 @dataclass
 class RequestOutput:
-    """An answer being generated.
+    """The answer to a request, while it is generated and afterwards.
 
     Attributes:
-        tokens: generated tokens, including the one that ended it.
-        logprobs: of each token, if requested.
+        tokens: generated tokens, including the one that ended the answer.
+        logprobs: log-probability of each token, if requested.
         finish_reason: ``stop`` or ``length``; "" before the end.
         text: without an end-of-text token and without a stop string; "" before the end.
         cache: the sequence's caches, if requested; they hold all tokens but the last.
@@ -63,7 +63,7 @@ class RequestOutput:
         self._end: int | None = None
 
     def add(self, token: Token) -> bool:
-        """Add the next token; returns whether it was the last."""
+        """Adds the next token; returns whether it was the last."""
         self.tokens.append(token.token)
         if token.logprob is not None:
             self.logprobs.append(token.logprob)
@@ -78,7 +78,7 @@ class RequestOutput:
         return bool(self.finish_reason)
 
     def _stopped(self) -> bool:
-        """Whether the text has a stop string; the first one ends it."""
+        """Whether the text has a stop string; ``_end`` is then where the first one begins."""
         if not self.request.stop:
             return False
         text = self._text.text
@@ -96,14 +96,14 @@ class RequestOutput:
 
 
 def tokens_of(request: Request) -> tuple[int, int]:
-    """Prompt tokens, and the most answer tokens."""
+    """Returns a request's prompt tokens, cached ones included, and the most tokens of its answer."""
     return cached_tokens(request.cache or ()) + len(request.tokens), request.max_tokens
 
 
 @dataclass
 class Progress:
-    """Totals so far, and running sequences. ``sweeps`` counts steps, even where everything is resident and none reads
-    weights."""
+    """Totals of a batch so far, and the number of running sequences. ``sweeps``: steps that made tokens, also of a
+    resident model."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -127,27 +127,27 @@ def batch_generate(
     logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
     prefill_step_size: int | None = None,
 ) -> BatchResponse:
-    """Answer several prompts with a model loaded by ``outcore.load``; mlx-lm's function of that name.
+    """Answers several prompts with a model loaded by ``outcore.load``, as mlx-lm's function of that name.
 
-    As many sequences as fit into the model's budget share each forward pass: those that it was loaded for (``load(...,
-    sequences=32)``), or else as many as answer soonest, for which resident layers may be given up.
+    The sequences that share a forward pass are as many as the model was loaded for (``load(..., sequences=32)``), or
+    else as many as finish the batch soonest within the budget, for which resident layers may be given up.
 
     Args:
         prompts: texts, or token ids.
         prompt_caches: for each prompt, caches of the text before it; not changed.
-        max_tokens: of each answer, or a list with one number for each.
+        max_tokens: the most tokens of each answer, or a list with one number for each.
         return_prompt_caches, return_token_ids, return_logprobs: as in mlx-lm; the caches returned hold all tokens but
             each answer's last.
         completion_batch_size: the most sequences that share a pass.
-        sampler: log-probabilities of shape (sequences, vocabulary) to tokens; None: the likeliest.
+        sampler: turns log-probabilities of shape (sequences, vocabulary) into tokens; None: takes the likeliest.
 
     Returns:
         mlx-lm's ``BatchResponse``: texts in the order of the prompts, and ``stats``, whose ``prompt_time`` is 0 because
             prompts and tokens share passes.
 
     Raises:
-        PromptError: an empty prompt, or one longer than the model's context; names it.
-        BudgetError: there is no room for the longest one.
+        PromptError: a prompt, which the error names, is empty or longer than the model's context.
+        BudgetError: there is no room for the longest prompt and answer.
     """
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     session: Session | None = getattr(model, "outcore", None)
@@ -176,7 +176,7 @@ def batch_generate(
             print(f"[batch_generate] Finished processing {len(found)}/{len(prompts)} ...", end="\r")
     stats = _stats(progress, time.perf_counter() - began, verbose)
     inside = [found[i] for i in range(len(prompts))]
-    # As in mlx-lm: decoded together, which keeps a leading space that decoding token by token drops.
+    # Decode all tokens at once, as mlx-lm does: that keeps a leading space, which decoding token by token drops.
     kept = [a.tokens[:-1] if a.finish_reason == "stop" else a.tokens for a in inside]
     return BatchResponse(
         [tokenizer.decode(list(tokens)) for tokens in kept],
@@ -210,7 +210,7 @@ def _checked(
     max_tokens: int | Sequence[int],
     prompt_caches: Sequence[Sequence[Any]] | None,
 ) -> tuple[list[int], list[Any]]:
-    """For each prompt, the most tokens of its answer, and its caches.
+    """Returns, for each prompt, the most tokens of its answer, and its caches (None: it has none).
 
     Raises:
         UsageError: the lists differ in length, or a number is below 1.
@@ -234,8 +234,8 @@ def _checked(
 
 
 def make_room(model: nn.Module, workload: Workload) -> None:
-    """Makes room for a workload in a loaded model: for the number of sequences that it was loaded for, if several, else
-    for as many as answer soonest.
+    """Makes room for a workload in a loaded model: for as many sequences as it was loaded for, if several, otherwise
+    for as many as finish the workload soonest.
 
     Raises:
         BudgetError: there is no room for the longest request.
@@ -275,11 +275,11 @@ def answers(
     """Yields answers in the order in which they end, from a model that has room for all requests (see ``make_room``).
 
     Args:
-        progress: kept up to date.
-        on_step: called after each pass.
+        progress: updated after each step.
+        on_step: called after each step.
         prefill_step: prompt tokens per chunk; None: as planned.
-        failed: called with a request that gets no answer and its error: its sampler, processors or text raised, or
-            memory ran out. The other requests go on. None: such an error ends all.
+        failed: called with each request that fails, and the error: its sampler, its processors or decoding its text
+            raised, or memory ran out. The other requests go on. None: such an error is raised and ends them all.
     """
     session: Session = model.outcore
     if session.prefix is not None:

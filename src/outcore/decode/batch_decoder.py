@@ -2,9 +2,9 @@
 join.
 
 mlx-lm's ``BatchGenerator`` takes a pass for each chunk of a prompt, one for its last token and one to look ahead. Here
-the chunks of a joining prompt share one reading of the weights with the next token of all others: they fill a separate
-cache, which the last pass merges into the others' before it runs. So nothing is read twice, and a prompt is computed
-with the bits that it has alone. Merging, leaving and padding are mlx-lm's (``models/cache.py``).
+the chunks of a joining prompt share one reading of the weights with the next token of all others. The chunks fill a
+separate cache, which the last pass merges into the shared caches before it runs. So nothing is read twice, and a prompt
+has the same bits as alone. Code of mlx-lm (``models/cache.py``) pads and merges caches, and removes rows from them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Row:
 
 
 class BatchDecoder:
-    """Sequences that run side by side, one row of the caches each; none is drafted.
+    """Sequences that are decoded together, each in a row of shared caches and without drafts.
 
     Attributes:
         failed: sequences whose own sampler or processors raised in the last step, with the error; they got no token.
@@ -56,15 +56,15 @@ class BatchDecoder:
         self.failed: dict[int, Exception] = {}
 
     def step(self, joining: Sequence[Request], chunk: int, extra: Sequence[Pass] = ()) -> list[Token]:
-        """One more token of each sequence, the joining ones included. ``chunk``: prompt tokens per chunk; ``extra``:
-        passes over part of a prompt whose sequence does not join yet."""
+        """Computes the next token of every sequence, the ``joining`` ones included. ``chunk``: prompt tokens per chunk;
+        ``extra``: passes over part of a prompt whose sequence does not join yet."""
         session, streaming = self._session, self._session.streaming
         with mx.stream(generation_stream):
             runs: list[Callable[[], mx.array]] = [each.run for each in extra]
             joined: list[list[Any]] = []
             for request in joining:
                 cache = own_cache(self._model, request)
-                # From here on its tokens are computed in shared caches, which are not stored.
+                # Store the computed part of the prompt now: caches of the other tokens are merged, and not stored.
                 if request.cached.recording is not None:
                     request.cached.recording.save(cache, None, request.cached.tokens)
                 grow_by(cache, session.size.step)
@@ -78,7 +78,7 @@ class BatchDecoder:
             runs.append(functools.partial(self._decode, joined))
             if streaming is None:
                 session.before_pass()
-            # These caches are dropped if it fails.
+            # Nothing to restore: if this fails, the scheduler drops the caches.
             with contextlib.nullcontext() if streaming is None else streaming.transaction(None, 0):
                 passes = [Pass(run, 0) for run in runs]
                 (logits,) = run_passes(session, passes, [len(passes) - 1], lambda *_: None)
@@ -99,26 +99,26 @@ class BatchDecoder:
 
     def _decode(self, joined: list[list[Any]]) -> mx.array:
         if joined:
-            # Merged lazily: each layer's caches as the pass comes to that layer.
+            # Merging is lazy: a layer's caches are merged when the pass computes that layer.
             self._transport.merging([*joined, *([self._caches] if self._caches else [])])
             merged = [each[0].merge(list(each)) for each in zip(*joined, strict=True)]
             grow_by(merged, self._session.size.step)
             for cache in joined:
-                # The passes refer to these lists as long as they run.
+                # Passes that are still running refer to these lists, which would keep the arrays alive.
                 cache.clear()
             for mine, theirs in zip(self._caches, merged, strict=False):
                 mine.extend(theirs)
             self._caches = self._caches or merged
             if pass_runner(self._session.streaming, self._transport) is None:
-                # One layer at a time, as its old and new arrays are in memory together.
+                # One layer at a time, since a layer's old and new arrays are in memory together.
                 for c in self._caches:
                     mx.eval(c.state)
         last = mx.array([row.last for row in self._rows], dtype=mx.int32)
         return self._model(last[:, None], cache=self._caches)
 
     def _choose(self, logits: mx.array) -> list[Token]:
-        """The next token of each row from logits of shape (rows, vocabulary); row by row, except for the greedy
-        choice."""
+        """Chooses each row's next token from logits of shape (rows, vocabulary). A failed row gets no token, but an
+        entry in ``failed``."""
         self.failed = {}
         if not self._transport.chooses:
             return self._chosen_elsewhere(logits)
@@ -164,20 +164,20 @@ class BatchDecoder:
         with mx.stream(generation_stream):
             for c in self._caches:
                 c.filter(keep)
-                # One at a time, as the old and the new array are in memory together.
+                # One cache at a time, since its old and new arrays are in memory together.
                 mx.eval(c.state)
         clear_cache()
 
     def take_out(self, uid: int) -> tuple[list[Any], int]:
-        """End a sequence. Returns its own caches and how many tokens of its prompt and answer they hold: all but the
-        last."""
+        """Ends a sequence. Returns caches of its own, and how many tokens of its prompt and answer they hold: all but
+        the last."""
         i, row = next((i, row) for i, row in enumerate(self._rows) if row.request.uid == uid)
         with mx.stream(generation_stream):
             fresh = make_prompt_cache(self._model)
             # Caches of layers without attention stay empty, and mlx-lm cannot take a row out of those.
             caches = [f if _is_empty(c) else c.extract(i) for c, f in zip(self._caches, fresh, strict=True)]
             own_memory(caches)
-        # Removed at once, so that no row is in memory twice while others are taken out.
+        # Remove the row now, so that it is not in memory twice while other rows are taken out.
         self.remove([uid])
         return caches, len(row.request.tokens) + row.made - 1
 

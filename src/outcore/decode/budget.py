@@ -9,11 +9,11 @@ from ..sizes import format_size
 
 
 def asked_budget(memory: int | float | str | None) -> int:
-    """Bytes of a budget that this process can have; ``memory`` as in ``given_budget``.
+    """Returns the bytes of a budget after checking that this process can have them; ``memory``: as in ``given_budget``.
 
     Raises:
-        UsageError: it is not positive, or no size.
-        BudgetError: it is larger than the machine's memory.
+        UsageError: ``memory`` is not positive, or no size.
+        BudgetError: the budget is larger than the machine's memory.
     """
     budget = given_budget(memory)
     limit = min(memory_limits(), key=lambda limit: limit.total)
@@ -26,15 +26,15 @@ def asked_budget(memory: int | float | str | None) -> int:
 
 
 def given_budget(memory: int | float | str | None, *, of: int | None = None) -> int:
-    """Bytes of a budget as given, whether or not the machine has so much.
+    """Returns the bytes of a budget, without checking that the machine has them.
 
     Args:
-        memory: bytes; a size such as ``"4GB"``; ``"50%"`` of what may be used now; None or ``"auto"``: from what is
-            free.
-        of: bytes that may be used on another machine; None: those of this one.
+        memory: bytes; a size such as ``"4GB"``; ``"50%"`` of the memory that may be used now; None or ``"auto"``: the
+            default budget, which depends on the free memory.
+        of: bytes that may be used, on another machine; None: on this one.
 
     Raises:
-        UsageError: it is not positive, or no size.
+        UsageError: ``memory`` is not positive, or no size.
     """
     found = budget_bytes(memory, lambda: process_memory_limit().available if of is None else of)
     if found is not None:

@@ -1,7 +1,7 @@
-"""A conversation: one text of token ids, and the caches that hold it up to its end.
+"""A conversation: one text of token ids, and the caches that hold its first tokens.
 
-mlx-lm's chat renders each message by itself; here the template writes what stands between two answers, so that the text
-is the one that the model was trained on: a system prompt once, and every answer closed.
+mlx-lm's chat renders each message by itself. Here the chat template writes the tokens between two answers, so that the
+text has the form that the model was trained on: one system prompt, and an end-of-turn token after every answer.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ..errors import CheckpointError, PromptError, UsageError
 from ..text import one_line
 from .prompt import same_tokens
 
-# Placeholders for messages, which show what a template writes after an answer.
+# Messages that are rendered to find out what a template writes after an answer.
 QUESTION, ANSWER = "question", "the-answer-stands-here"
 
 
 class ChatTemplate:
-    """A model's chat template, which renders messages to token ids: the system prompt and ``messages``, then the chat.
+    """Renders a chat to token ids by the model's chat template; ``system`` and ``messages`` come before the chat.
 
     Raises:
-        CheckpointError: there is no template, or it cannot be used.
-        UsageError: it cannot be used with this system prompt or these options.
+        CheckpointError: the model has no template, or one that cannot be used.
+        UsageError: the template cannot be used with this system prompt, or these options or messages.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class ChatTemplate:
             raise UsageError(f"{why}; try it without --system-prompt and --chat-template-config") from e
 
     def opening(self, message: str) -> list[int]:
-        """A conversation's first tokens, until its first answer begins; ``PromptError`` if the template refuses the
+        """Returns a conversation's tokens up to its first answer. Raises ``PromptError`` if the template refuses the
         message."""
         return self.encode(self._render([*self._begin, _said("user", message)]))
 
     def shared(self, prompt: Sequence[int]) -> int:
-        """How many first tokens of a prompt every conversation begins with."""
+        """Returns how many of a prompt's first tokens are the same in every conversation with this system prompt."""
         return same_tokens(prompt, self._other)
 
     def following(self, message: str, last: int) -> list[int]:
-        """The tokens between an answer, which ends with the token ``last``, and the next; an end-of-turn token is not
-        repeated."""
+        """Returns the tokens from the end of an answer, whose last token is ``last``, to the answer to ``message``. If
+        ``last`` is an end-of-turn token, it is not repeated."""
         text = self._after_answer(message)
         if last in self.tokenizer.eos_token_ids:
             closing = self.tokenizer.decode([last])
@@ -76,7 +76,7 @@ class ChatTemplate:
             _, found, text = self._render(messages).partition(ANSWER)
         except PromptError:
             found = text = ""
-        # The template takes no answers: render each message by itself, as mlx-lm does.
+        # If the template refuses or leaves out answers, render each message by itself, as mlx-lm does.
         return text if found else self._render(messages[-1:])
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -97,10 +97,10 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 
 class Conversation:
-    """A conversation that grows by a message and an answer at a time; ``held`` counts the tokens in its caches.
+    """A conversation, to which messages and answers are appended; ``held`` counts the tokens that its caches hold.
 
-    Earlier text stays as it was. Many templates would leave an answer's thoughts out of later prompts, but then the
-    answer had to be computed again, and with states that cannot be taken back all before it too.
+    Earlier text is never changed. Many templates leave an answer's thoughts out of later prompts, but then the answer
+    would have to be computed again; with caches that cannot be trimmed, so would everything before it.
     """
 
     def __init__(self, template: ChatTemplate, make_cache: Callable[[], list[Any]]) -> None:
@@ -114,30 +114,30 @@ class Conversation:
         self.held = self._answer = 0
 
     def goes_on(self, text: Sequence[int], cache: list[Any] | None, held: int) -> None:
-        """Continue with this text and caches that hold ``held`` tokens of it; None: none do."""
+        """Replaces the conversation by ``text``, whose first ``held`` tokens ``cache`` holds; None: no cache does."""
         self.clear()
         self.text = list(text)
         if cache is not None:
             self.cache, self.held = cache, held
 
     def shared(self, prompt: Sequence[int]) -> int:
-        """How many tokens of a prompt other conversations begin with too: those of a system prompt."""
+        """Returns how many of a prompt's first tokens (a system prompt) other conversations begin with too."""
         return 0 if self.held else self._template.shared(prompt)
 
     def prompt(self, message: str) -> list[int]:
-        """The tokens to be answered: the text that no cache holds, and the message."""
+        """Returns the tokens to compute for the next answer: text that the caches do not hold, and the message."""
         new = self._template.following(message, self.text[-1]) if self.text else self._template.opening(message)
         return [*self.text[self.held :], *new]
 
     def add(self, prompt: Sequence[int], answer: Sequence[int], in_cache: int) -> None:
-        """Record the answer to a prompt, whole or not; the caches hold ``in_cache`` tokens of both
+        """Appends a prompt and its answer, complete or not; ``in_cache``: how many of both's tokens the caches took
         (``Session.in_cache``)."""
         self._answer = self.held + len(prompt)
         self.text = [*self.text[: self.held], *prompt, *answer]
         self.held += in_cache
 
     def end_answer(self, text: str) -> None:
-        """Shorten the last answer to ``text``, its beginning, and trim the caches to match."""
+        """Shortens the last answer to its beginning ``text``, and trims the caches to match."""
         kept = [*self.text[: self._answer], *self._template.encode(text)]
         same = same_tokens(self.text, kept)
         self.text = kept

@@ -1,4 +1,4 @@
-"""``generate`` and ``stream_generate``: one forward pass for a prompt of any length, and at most one for each token."""
+"""``generate`` and ``stream_generate``. Streamed weights are read once for a prompt and at most once for each token."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stream_generate(
     max_tokens: int = 256,
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
-    """Generate text from a model loaded by ``outcore.load``; mlx-lm's function of that name, for streamed weights.
+    """Generates text with a model loaded by ``outcore.load``, as mlx-lm's function of that name.
 
     Args:
         prompt: text, or token ids.
@@ -59,38 +59,38 @@ def stream_generate(
         draft_model: a model in memory with the same tokenizer, which replaces the loaded drafter.
         num_draft_tokens: the most tokens drafted per forward pass; None: as many as pay.
         history: the tokens in ``prompt_cache``, which drafts may repeat.
-        leave_last: ``prompt_cache`` need not hold the answer's last token, which saves a pass.
-        shared_prefix: how many of the first prompt tokens begin other prompts too, as a system prompt does, so that a
-            prefix cache stores the states after them.
+        leave_last: do not compute the answer's last token into ``prompt_cache``, which saves a pass.
+        shared_prefix: how many of the first prompt tokens other prompts begin with too (as with a system prompt); the
+            prefix cache then stores the states after them.
 
-    Afterwards ``prompt_cache`` holds what mlx-lm leaves there: the prompt and all tokens that were yielded, also where
-    the generator was closed before its end. After an exception it holds a part of them, never anything else: nothing of
-    this call if nothing was yielded, else at least all but the last token; ``model.outcore.in_cache`` says how many.
+    Afterwards ``prompt_cache`` holds what mlx-lm leaves there: the prompt and all tokens that were yielded, also if the
+    generator was closed early. After an exception, it holds nothing of this call if no token was yielded, otherwise the
+    prompt and the yielded tokens, or all but the last. ``model.outcore.in_cache`` counts the tokens of this call in it.
 
     One thread at a time: while another thread generates with this model, this call waits until that thread has its last
-    response (``finish_reason``), which comes when ``prompt_cache`` holds all of the text, or has closed the generator.
+    response (with ``finish_reason``; ``prompt_cache`` is complete by then), or has closed its generator.
 
     Yields:
-        mlx-lm's ``GenerationResponse``. For a streamed model ``generation_tps`` counts the tokens after the first over
-            the time since the first; mlx-lm counts one more.
+        mlx-lm's ``GenerationResponse``. For a streamed model, ``generation_tps`` leaves out the first token, from which
+            time is counted; mlx-lm includes it.
 
     Raises:
         PromptError: an empty prompt, or one longer than the model or the planned context allows.
         UsageError: ``prompt_cache`` belongs to another model.
-        BusyError: another thread began a text and neither goes on with it nor closes it.
+        BusyError: another thread began a text, and neither continues nor closes it.
     """
     refuse_unknown(kwargs, _KNOWN)
     session: Session | None = getattr(model, "outcore", None)
     if session is None:
         return _resident(model, tokenizer, prompt, max_tokens, kwargs)
-    # Set here because Python may handle a signal before a generator's first instruction.
+    # Set here too, because Python may handle a signal before a generator's first instruction.
     session.in_cache = 0
     responses = _stream(model, session, tokenizer, prompt, max_tokens, kwargs)
     return served(session.exclusive, responses, lambda response: response.finish_reason is not None)
 
 
 def _checked(tokenizer: Any, prompt: Any, max_tokens: int) -> tuple[TokenizerWrapper, mx.array, int]:
-    """mlx-lm's tokenizer, the prompt's token ids, and the most tokens that may follow."""
+    """Returns mlx-lm's wrapper of the tokenizer, the prompt's token ids, and ``max_tokens`` after checks."""
     max_tokens = whole_number("max_tokens", max_tokens, -1, 2**63 - 1)
     if max_tokens == 0:
         raise UsageError("max_tokens=0: ask for at least one token, or -1 for no limit")
@@ -160,8 +160,8 @@ def _stream(
 def _tokens(
     model: nn.Module, session: Session, request: Request, step: int, drafted: int | None, ends: Collection[int]
 ) -> Tokens:
-    """Yields a text's tokens; however it ends, the caller's caches hold those that were handed out. ``step``: prompt
-    tokens per chunk; ``drafted``: the most tokens drafted per pass."""
+    """Yields a text's tokens. However the text ends, the caller's caches then hold the tokens that were yielded.
+    ``step``: prompt tokens per chunk; ``drafted``: the most tokens drafted per pass."""
     assert request.alone is not None
     sequences = Scheduler(model, ends=ends, prefill_step=step, draft_tokens=drafted, alone=True)
     sequences.add(request)
@@ -185,8 +185,8 @@ def _tokens(
 def _request(
     model: nn.Module, session: Session, ids: mx.array, max_tokens: int, kwargs: dict[str, Any]
 ) -> tuple[Request, int]:
-    """Makes a request with memory reserved and its prompt looked up in the prefix cache; ``kwargs`` are
-    ``stream_generate``'s. Returns it with the prompt tokens per chunk."""
+    """Reserves memory, looks the prompt up in the prefix cache, and returns the request and the prompt tokens per
+    chunk; ``kwargs`` are ``stream_generate``'s."""
     given: list[Any] | None = kwargs.get("prompt_cache")
     shared = whole_number("shared_prefix", kwargs.get("shared_prefix", 0), 0)
     embeddings, window = kwargs.get("input_embeddings"), kwargs.get("max_kv_size")
@@ -195,8 +195,8 @@ def _request(
     theirs = asked or session.residency.chunk or MLX_LM_STEP
     bounds = given is None and window is not None and note_bounds(model, session)
     if bounds or any(isinstance(c, RotatingKVCache) and c.keep for c in given or ()):
-        # In such a window the tokens that a token attends to depend on its chunk, so chunks have mlx-lm's length,
-        # however little memory there is.
+        # In a sliding window that keeps first tokens, a token attends to other tokens if its chunk has another length.
+        # So chunks have mlx-lm's length, however little memory there is.
         asked = theirs
     bound = kept_at_most(model, given, window, min(length, theirs))
     room = before + length + 1 if bound is None else min(before + length + 1, bound)
@@ -211,7 +211,7 @@ def _request(
         step, records = room_to_record(session, room, length, asked, kept)
         return tokens, step
 
-    # Ranks that share a model cut a prompt into the same chunks.
+    # Ranks that share a model must cut a prompt into the same chunks.
     tokens = cast(list[int], ids.tolist())
     max_tokens, step = session.transport.text_room(lambda: (length, before, *tokens), has_room, asked=asked is not None)
     found, cached = None, CachedPrefix()
@@ -237,8 +237,8 @@ def _request(
 
 
 def _alone(kwargs: dict[str, Any], step: int, bound: int | None) -> Alone:
-    """The options of a text that runs alone; ``step`` is the length of mlx-lm's chunks, ``bound`` the most tokens that
-    its caches hold."""
+    """Returns the options of a text that runs alone. ``step``: prompt tokens in mlx-lm's chunks; ``bound``: the most
+    tokens that the text's caches hold."""
     keeps, bits, kv = kwargs.get("prompt_cache") is not None, kwargs.get("kv_bits"), None
     if bits is not None:
         start = kwargs.get("quantized_kv_start", DEFAULT_QUANTIZED_KV_START)
@@ -256,8 +256,8 @@ def _alone(kwargs: dict[str, Any], step: int, bound: int | None) -> Alone:
 
 
 def _filled(given: Sequence[Any], found: Sequence[Any]) -> Callable[[], None]:
-    """Fills the caller's caches with the contents of found ones of the same kinds; returns a function that restores
-    them."""
+    """Fills the caller's caches ``given`` with the contents of the caches ``found``, which are of the same kinds.
+    Returns a function that restores the caller's."""
     mine = caches_in(given)
     before = [dict(vars(c)) for c in mine]
     for c, filled in zip(mine, caches_in(found), strict=True):
@@ -274,8 +274,8 @@ def _filled(given: Sequence[Any], found: Sequence[Any]) -> Callable[[], None]:
 def generate(
     model: nn.Module, tokenizer: Any, prompt: str | mx.array | Sequence[int], verbose: bool = False, **kwargs: Any
 ) -> str:
-    """The whole answer as one string; arguments as of ``stream_generate``. ``verbose`` prints it as it is made, and the
-    speed, as mlx-lm's function of that name."""
+    """Returns the whole answer as one string; arguments are ``stream_generate``'s. ``verbose``: prints the answer while
+    it is generated, then the speed, as mlx-lm's function of that name."""
     text, response = "", None
     if verbose:
         print("=" * 10)
@@ -306,8 +306,8 @@ def generate_step(
     leave_last: bool = False,
     kv: KvBits | None = None,
 ) -> Iterator[tuple[int, mx.array]]:
-    """mlx-lm's function of that name for a model that Outcore has loaded: greedy, undrafted and alone; no other thread
-    may use the model meanwhile."""
+    """mlx-lm's function of that name for a model that Outcore has loaded, greedy and without drafts. Takes no lock: no
+    other thread may use the model meanwhile."""
     session: Session = model.outcore
     keeps = prompt_cache is not None
     alone = Alone(keeps=keeps, whole=keeps and not leave_last, kv=kv)

@@ -1,4 +1,4 @@
-"""``load``: from a model's name and a budget to a model that runs within it, with mlx-lm's arguments and results."""
+"""``load``: loads a model so that it runs within a budget, with mlx-lm's arguments and results."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def load(
     progress: Progress | None = None,
     **options: Any,
 ) -> Any:
-    """Load a model and its tokenizer so that the model runs within a memory budget.
+    """Loads a model and its tokenizer so that the model runs within a memory budget.
 
     Args:
         path_or_hf_repo, tokenizer_config, model_config, adapter_path, lazy, return_config, revision, trust_remote_code:
             as in ``mlx_lm.load``.
-        progress: called with a description, bytes done and bytes in all.
+        progress: called with a description, the bytes done and all bytes.
         options: fields of ``outcore.LoadOptions``, which documents them: memory, resident, context, draft and others.
 
     Returns:
@@ -56,7 +56,8 @@ def load(
             functions unchanged; ``model.outcore`` holds the plan, the metrics and ``close()``.
 
     Raises:
-        BudgetError: the budget is too small (names the smallest that works) or larger than the machine's memory.
+        BudgetError: the budget is too small (the error names the smallest that works), or larger than the machine's
+            memory.
         CheckpointError: the model folder is incomplete, or mlx-lm does not know the model.
         UsageError: an option is invalid.
     """
@@ -96,11 +97,11 @@ def load_model(
     progress: Progress | None = None,
     **arguments: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a model from a local folder so that it runs within a memory budget.
+    """Loads a model from a local folder so that it runs within a memory budget.
 
     Args:
-        options: or ``arguments``, its fields.
-        progress: called with a description, bytes done and bytes in all.
+        options: load options; or, instead, ``arguments`` with fields of ``LoadOptions``.
+        progress: called with a description, the bytes done and all bytes.
 
     Returns:
         The model and its config. ``model.outcore`` is a ``Session``.
@@ -165,8 +166,8 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
 
 
 def _drafting(prepared: Preparation, report: Progress) -> Drafting | None:
-    """Loads the draft's weights before the model, and reports how long writing its files takes (once: the model is read
-    for what is streamed and for the draft, and cut)."""
+    """Loads the draft's weights. If its files have to be written first, reports how long that takes: the model is read
+    twice, for its own packed weights and for the draft."""
     draft, profile, rates = prepared.draft, prepared.profile, prepared.calibration
     if draft is None or draft.kind == NGRAM:
         return None if draft is None else Drafting(draft.name)

@@ -1,5 +1,5 @@
-"""Runs a model over the caches of one text: a prompt, the next token, or drafted tokens, which are computed in one
-reading of the weights and taken back where they were wrong."""
+"""Runs a model on one text and its caches: over a prompt, the next token, or drafted tokens. Drafted tokens share one
+reading of the weights; rejected ones are removed from the caches."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from .passes import HiddenKeeper, KvBits, Pass, chunks, run_passes
 
 
 class ModelRunner:
-    """A model and the caches of one text.
+    """Runs a model on the caches of one text.
 
     Args:
-        cache: as from ``mlx_lm.models.cache.make_prompt_cache``; tokens already in it stay.
-        owned: the caller goes on with the caches, so any failure leaves them as they were before it.
+        cache: as from ``mlx_lm.models.cache.make_prompt_cache``; may hold tokens already.
+        owned: the caller goes on with the caches, so a pass that fails restores them.
         kv: how keys and values are quantized; None: they are not.
         hidden: keeps the hidden states of the latest tokens; None: no drafter needs them.
-        in_blocks: drafted tokens are computed in one pass, which is faster where compute is the limit, but its kernels
-            may round differently; otherwise each in a pass of its own, with the bits of plain decoding.
+        in_blocks: compute drafted tokens in one pass, which is faster where compute is the limit, but whose kernels may
+            round differently; otherwise each in a separate pass, with the bits of plain decoding.
         in_cache: tokens of the prompt that the caches hold already.
 
     Attributes:
         prompt_s: seconds that the prompt took; 0 before it.
-        in_cache: tokens of the prompt and then of the text that went into the caches.
+        in_cache: how many tokens of this text, prompt included, the caches hold.
         pending: tokens of the text that the caches do not hold yet, without the last one.
         fed: tokens of the last verifying passes, drafted ones included.
-        snapshots: bytes that cache snapshots may keep from being freed, besides the one that is always needed.
+        snapshots: bytes that may be used for cache snapshots, besides the one that is always needed.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class ModelRunner:
 
     @contextmanager
     def transaction(self, tokens: int) -> Iterator[Undo | None]:
-        """A pass over so many tokens and what is made of it: it succeeds as a whole, or the caches are restored.
+        """Restores ``owned`` caches if the body fails, which runs a pass over ``tokens`` tokens.
 
         Yields:
-            what takes the caches back later, until the next pass begins; None unless they are ``owned``.
+            the undo, which can restore the caches until the next pass begins; None: the caches are not ``owned``.
         """
         streaming, cache = self._session.streaming, self.cache if self.owned else None
         before, pending = self.in_cache, self.pending
@@ -106,15 +106,15 @@ class ModelRunner:
         embeddings: mx.array | None = None,
         passed: Callable[[int], object] = lambda _: None,
     ) -> list[Pass]:
-        """The passes over a prompt, which may share a reading with others; ``prompted`` takes the last one's output.
-        Tokens in the caches already (``in_cache``) are not among the ids.
+        """Returns the passes over a prompt; they may share a reading of the weights with other passes. The last one's
+        output has to be given to ``prompted``.
 
         Args:
-            ids: int32 (tokens,).
+            ids: the prompt without the tokens that the caches hold already (``in_cache``); int32 (tokens,).
             step: tokens per chunk.
-            embeddings: (tokens, hidden), instead of the ids.
-            passed: called when a chunk's graph is built, with the prompt tokens so far, before keys and values are
-                quantized.
+            embeddings: (tokens, hidden), used instead of the ids.
+            passed: called when a chunk's graph is built, before keys and values are quantized, with the number of ids
+                up to the chunk's end.
         """
         total, held = len(ids) if embeddings is None else len(embeddings), self.in_cache
         kv, hidden = self._kv, self.hidden
@@ -131,7 +131,7 @@ class ModelRunner:
                 quantizes=quantizes,
                 built=functools.partial(passed, part.stop),
             )
-            # Only caches and hidden states are computed of all chunks but the last.
+            # Of chunks before the last, only caches and hidden states are evaluated.
             if hidden is not None and hidden.end != seen and (streaming := self._session.streaming) is not None:
                 streaming.leaves(hidden.arrays[-1])
             return logits
@@ -140,8 +140,8 @@ class ModelRunner:
         return [Pass(functools.partial(run, part), part.stop - part.start) for part in parts]
 
     def prompted(self, logits: mx.array, total: int, seconds: float) -> mx.array:
-        """Evaluates the output of a prompt's last pass and returns the logits (1, vocabulary) after the prompt, which
-        has ``total`` tokens and took ``seconds``."""
+        """Evaluates the output of a prompt's last pass and returns the logits (1, vocabulary) after the prompt.
+        ``total``: tokens of its passes; ``seconds``: time spent on them so far."""
         began = time.perf_counter()
         self.evaluate(logits)
         clear_cache()
@@ -151,18 +151,19 @@ class ModelRunner:
 
     @property
     def context(self) -> int:
-        """Tokens in the caches: a caller's own caches may hold more than ``in_cache``, which counts this text's."""
+        """Tokens in the caches, including those from before this text, which ``in_cache`` does not count."""
         offsets = [c.offset for c in flat(self.cache) if isinstance(getattr(c, "offset", None), int)]
         return max([self.in_cache, *offsets])
 
     def step(self, token: mx.array) -> mx.array:
-        """Logits (1, vocabulary) after one more token, of shape (1,); not evaluated."""
+        """Returns unevaluated logits (1, vocabulary) after one more ``token`` (1,)."""
         logits = self._forward(token, None, at=self.in_cache)
         self.in_cache += 1
         return logits[:, -1, :]
 
     def attempt(self, token: mx.array) -> tuple[mx.array, Callable[[], None]]:
-        """As ``step``, and a function that takes the token back, where everything is resident."""
+        """For a resident model: returns the logits as ``step`` does, and a function that removes the token from owned
+        caches."""
         before, undo = self.in_cache, Undo(self.cache, 1) if self.owned else None
 
         def back() -> None:
@@ -180,8 +181,8 @@ class ModelRunner:
         return logits, back
 
     def verifying(self, token: int, drafted: Sequence[int]) -> list[Pass]:
-        """The passes over ``token`` and drafted ones, which may share a reading with others; then ``verified`` takes
-        their output, and ``keep`` has to follow."""
+        """Returns the passes over ``token`` and the ``drafted`` ones; they may share a reading of the weights with
+        others. Their output has to be given to ``verified``, after which ``keep`` has to be called."""
         committed = [*self.pending, token]
         self.fed, self._committed = [*committed, *drafted], len(committed)
         self._kept = []
@@ -191,7 +192,7 @@ class ModelRunner:
         else:
             ends = [total] if self._anywhere or not drafted else [n, total]
         fits = len(drafted) * snapshot_bytes(self.cache) <= self.snapshots
-        # All ranks must compute the same tokens again.
+        # All ranks must restore the same snapshot, to compute the same tokens again.
         each = bool(self._session.transport.leasts([fits])[0]) if drafted else fits
 
         def run(first: int, end: int) -> mx.array:
@@ -203,7 +204,7 @@ class ModelRunner:
         return [Pass(functools.partial(run, a, b), b - a) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
     def verified(self, rows: Sequence[mx.array]) -> list[mx.array]:
-        """Evaluates the passes' output; returns logits (1, vocabulary) after the token and after each drafted one."""
+        """Evaluates the passes' output; returns logits (1, vocabulary) after the token and after each draft token."""
         self.evaluate(*rows)
         if (streaming := self._session.streaming) is not None:
             streaming.drain()
@@ -211,8 +212,8 @@ class ModelRunner:
         return [row[i : i + 1] for row in rows for i in range(row.shape[0])]
 
     def keep(self, accepted: int) -> None:
-        """Takes the caches back to the first ``accepted`` drafted tokens. Accepted tokens after the snapshot that is
-        used are computed again by the next pass."""
+        """Removes all but the first ``accepted`` drafted tokens from the caches. If that restores a snapshot, the
+        next pass computes accepted tokens after it again (``pending``)."""
         end = self._committed + accepted
         self.pending = []
         before = self.in_cache - len(self.fed)
@@ -233,7 +234,7 @@ class ModelRunner:
         self._kept = []
 
     def flush(self, last: int | None) -> None:
-        """Makes the caches hold the text, and its last token too where ``last`` gives it, as mlx-lm leaves it."""
+        """Computes the text's missing tokens into the caches, and the last token too if ``last`` is given."""
         tokens = [*self.pending, *([] if last is None else [last])]
         if tokens:
             with self.transaction(len(tokens)):
@@ -244,7 +245,7 @@ class ModelRunner:
                 self.keep(0)
 
     def evaluate(self, *logits: mx.array) -> None:
-        """Evaluates these logits, the caches and the hidden states."""
+        """Evaluates logits, caches and hidden states."""
         mx.eval(logits, handles(*self.cache), [] if self.hidden is None else self.hidden.arrays)
         note_held()
         if self.hidden is not None:
@@ -284,12 +285,12 @@ class ModelRunner:
 
     @property
     def _anywhere(self) -> bool:
-        """Whether all caches can be cut to any number of tokens."""
+        """Whether all caches can be trimmed to any number of tokens."""
         return self._kv is None and all(map(by_offset, flat(self.cache)))
 
     def _will_quantize(self, tokens: int) -> bool:
-        """Whether some cache gets quantized within so many tokens, which mlx-lm does right after the token that reaches
-        ``start``."""
+        """Whether some cache is quantized within the next ``tokens`` tokens: right after the token that reaches
+        ``start``, as in mlx-lm."""
         if self._kv is None:
             return False
         offsets = [c.offset for c in flat(self.cache) if hasattr(c, "to_quantized")]
