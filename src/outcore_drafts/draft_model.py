@@ -34,13 +34,13 @@ from outcore.plan.planner import resident_budget
 
 MODEL = "model"
 
-# Prompt tokens per chunk of a draft model.
+# Chunk length in which a draft model computes a prompt, in tokens.
 PROMPT_STEP = 256
 
-# New tokens of a text beyond which they count as a prompt.
+# More new tokens of a text than this count as a prompt.
 CATCH_UP = 64
 
-# Guesses between two cache snapshots, and the most snapshots held: those of the longest draft.
+# Guesses between two snapshots of the caches, and how many snapshots the longest draft takes.
 SNAPSHOT_STEP, HELD = 16, 4
 
 
@@ -79,7 +79,7 @@ class DraftModels(DraftSource):
 
 
 class ByModel(Drafting):
-    """A draft model in memory. ``own``: it was loaded for this, and is closed with it."""
+    """A draft model in memory. ``own``: ``load`` loaded it for drafting, so ``close`` closes it."""
 
     kind = MODEL
 
@@ -97,7 +97,7 @@ class ByModel(Drafting):
 
 
 class ModelProposer:
-    """Guesses by a draft model, all in memory; ``draw`` as in ``Drafting.proposer``."""
+    """Proposes tokens by a draft model, all in memory; ``draw`` as in ``Drafting.proposer``."""
 
     name = MODEL
     cheaper = None
@@ -108,20 +108,20 @@ class ModelProposer:
         self._text: list[int] = []
         self._cache: list[Any] = make_prompt_cache(model)
         self._fed: list[int] = []  # tokens that the caches hold
-        self._same = 0  # first tokens of ``_fed`` known to be the text's
+        self._same = 0  # how many of the first tokens of ``_fed`` are the text's
         self._snapshots: list[tuple[int, Snapshot]] = [(0, Snapshot(self._cache))]
 
     def give_up(self) -> None:
         self._model, self._cache, self._snapshots = None, [], []
 
     def begin(self, text: Sequence[int]) -> None:
-        """Sets the text; caches go back to the part of it that they hold."""
+        """Sets the text, and rolls the caches back to the tokens that they have in common with it."""
         if self._model is None:
             return
         self._text = list(text)
         while self._same < min(len(self._fed), len(text)) and self._fed[self._same] == text[self._same]:
             self._same += 1
-        # The last token is fed again: the next guess comes from its logits.
+        # The text's last token is fed again: the next guess comes from its logits.
         most = min(self._same, len(text) - 1)
         if len(self._fed) > most:
             while self._snapshots[-1][0] > most:
@@ -165,8 +165,8 @@ class ModelProposer:
 
 
 def draft_folder(model: str) -> Path:
-    """The folder of a draft model, or of a model with a head that drafts; errors are ``resolve_model``'s and name the
-    flag."""
+    """Returns the local folder of a draft model, or of a model with a head that drafts. Raises as ``resolve_model``;
+    the message begins with ``--draft``."""
     try:
         return resolve_model(model)
     except CheckpointError as e:
@@ -174,11 +174,11 @@ def draft_folder(model: str) -> Path:
 
 
 def check_tokenizers(model: Path, draft: Path) -> None:
-    """Raises ``UsageError`` for a draft model whose tokens differ from the model's."""
+    """Raises ``UsageError`` if the draft model has other tokens than the model."""
     ours, theirs = _tokens(model), _tokens(draft)
     if ours != theirs:
         raise UsageError(
-            f"{called('draft')} {draft}: has another tokenizer than {model}; a draft model needs the same tokens"
+            f"{called('draft')} {draft}: has another tokenizer than {model}; give a model with the same tokens"
         )
 
 

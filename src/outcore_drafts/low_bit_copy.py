@@ -1,9 +1,9 @@
-"""A low-bit copy of a model's layers, kept in memory to draft for it: needs no second model, and works with any
-architecture.
+"""A low-bit copy of a model's layers that stays in memory and drafts for the model. It needs no second model, and works
+with any architecture.
 
-Embeddings, norms and the head are shared with the model; where the head is streamed, the copy has a low-bit one. If the
-model is quantized already, the copy takes the codes' high bits (``stored_planes``), which guess better than codes that
-are rounded once more.
+The copy shares embeddings, norms and the head with the model; if the head is streamed, the copy has a low-bit one. If
+the model is quantized already, the copy takes the high bits of its codes (``stored_planes``), which guess better than
+codes that are quantized a second time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from outcore_packs.stored_planes import high_plane
 from .nested_layers import high_planes, nested_modules
 from .nested_linear import coarsen
 
-# Weights that share a scale and a bias, where the model's own are not quantized (affinely).
+# Group size of the copy's quantization where the model itself is not quantized (affinely).
 GROUP_SIZE = 64
 
 # Fraction of a layer's weights below which a matrix (a router, a gate) keeps its own precision.
@@ -47,13 +47,13 @@ SMALL = 1 / 64
 
 @dataclass(frozen=True)
 class LowBitCopy:
-    """A copy in the cache, existing or to be written.
+    """A copy in the cache that exists or is still to be written.
 
     Attributes:
         folder: in the cache, or inside a packed copy of the model.
-        files: one for each layer, and one for a streamed head; ``sizes``: bytes of memory of each.
-        bits: of its weights; ``heads``: paths of the head tables that it has too.
-        elsewhere: weights that lie in the model's own files, by path.
+        files: one for each layer, and one for a streamed head. ``sizes``: bytes of memory that each takes.
+        bits: of the copy's weights. ``heads``: paths of the head tables of which it has low-bit ones.
+        elsewhere: weights of the copy that are read from the model's own files, by path.
     """
 
     folder: Path
@@ -64,13 +64,13 @@ class LowBitCopy:
     elsewhere: Mapping[str, TensorInfo] = field(default_factory=dict)
 
     def nbytes(self, head_streamed: bool) -> int:
-        """Bytes of memory that it takes in addition to the model."""
+        """Returns the bytes of memory that the copy takes in addition to the model."""
         sizes = zip(self.files, self.sizes, strict=True)
         return sum(nbytes for file, nbytes in sizes if head_streamed or file.unit != NON_LAYER)
 
 
 def low_bit_copy(profile: ModelProfile, bits: int) -> LowBitCopy:
-    """Describes the copy with so many bits, without reading or writing anything."""
+    """Describes the copy with ``bits`` bits, without reading weights or writing anything."""
     heads = tuple(t.layer.path for t in profile.tables if t.multiplied)
     model = _shapes(profile.lazy, bits, heads)
     layers = find_layers(model)
@@ -78,7 +78,7 @@ def low_bit_copy(profile: ModelProfile, bits: int) -> LowBitCopy:
     cut = {path: module.high for path, module in nested_modules(profile.lazy.model)}
     for i, layer in enumerate(layers):
         arrays = {f"{layer.path}.{path}": a for path, a in named_parameters(layer.module)}
-        # Of a layer with cut codes the copy has only the high bits and shares the rest.
+        # If codes are cut into high and low bits, the copy has only the high ones and shares the layer's other arrays.
         own = {p: a for p, a in arrays.items() if p.rpartition(".")[0] in cut and p.endswith((".weight", ".scales"))}
         name, wanted = f"layer_{i:04}.safetensors", own or arrays
         sizes.append(_in_memory(profile, packed_file(name, layer.path, wanted)))
@@ -113,7 +113,7 @@ def _in_memory(profile: ModelProfile, file: PackedFile) -> int:
 
 
 def write_copy(profile: ModelProfile, draft: LowBitCopy, progress: Progress | None = None) -> None:
-    """Write the copy to the cache unless it is complete; needs memory for about one layer.
+    """Writes the copy to the cache unless it is there completely; needs memory for about one layer.
 
     Raises:
         StoreSpaceError: the disk is too full; finished files stay.
@@ -128,11 +128,11 @@ def write_copy(profile: ModelProfile, draft: LowBitCopy, progress: Progress | No
 
 
 def load_copy(profile: ModelProfile, draft: LowBitCopy, head_streamed: bool, cpu_streams: int) -> nn.Module:
-    """The copy as a model with its weights in memory; shares with its base model what lies outside of layers.
+    """Returns the copy as a model with its weights in memory; arrays outside of layers are the base model's.
 
     Args:
-        profile: the model, loaded.
-        head_streamed: the model's head is not in memory.
+        profile: of the base model, which is loaded.
+        head_streamed: whether the base model's head is not in memory.
     """
     copy = _low_bit(profile.lazy, draft.bits, draft.heads if head_streamed else ())
     store = open_packed(draft.folder)
@@ -161,12 +161,12 @@ def _words(place: TensorInfo) -> mx.array:
 
 
 def _share(profile: ModelProfile, copy: nn.Module, own: Mapping[str, mx.array], head_streamed: bool) -> None:
-    """Makes the copy use the model's own arrays, and its modules where those look up rows on disk."""
+    """Makes the copy use the model's arrays where it has none, and the model's modules that look up rows on disk."""
     for table in profile.tables:
         if table.looked_up and not table.multiplied:
             _replace(copy, table.layer.path, table.layer.module)
     places = dict(named_modules(copy))
-    # Modules of this rank's layers are the copy's own; layers of other ranks have no arrays here.
+    # Not in layers if ranks share the model: the copy has all their arrays, and the model none of other ranks' layers.
     layers = () if profile.share is None else tuple(f"{layer.path}." for layer in profile.share.layers)
     for path, module in named_modules(profile.lazy.model):
         for key, value in module.items():
@@ -186,7 +186,7 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """The model's modules anew, with the same arrays: modules and arrays can be replaced in it."""
+    """Returns new modules with the same arrays; replacing modules or arrays in them leaves the model unchanged."""
     copy: nn.Module = _copied(model, {})
     return copy
 
@@ -205,8 +205,8 @@ def _copied(value: Any, made: dict[int, nn.Module]) -> Any:
 
 
 def _shapes(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
-    """As ``_low_bit``, never evaluated: made of the model's own lazy arrays where they are whole, as opening the model
-    again takes longer than all else here."""
+    """As ``_low_bit``, but only for shapes. Made from the model's lazy arrays if possible, as opening the model again
+    is slow."""
     if any(nested_modules(lazy.model)) or hasattr(lazy.model, "outcore"):
         return _low_bit(lazy, bits, heads)
     with random_state_kept():
@@ -214,8 +214,8 @@ def _shapes(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
 
 
 def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
-    """The model opened again, with these tables and its layers quantized lazily. Leaves the caller's random state
-    unchanged."""
+    """Opens the model again and quantizes its layers and the tables ``heads`` lazily. Keeps the caller's random
+    state."""
     with random_state_kept():
         cut = {path for path, _ in nested_modules(lazy.model)}
         return _quantized_layers(lazy.again().model, bits, heads, cut)
@@ -245,10 +245,10 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def _quantized(module: Any, bits: int) -> nn.Module:
-    """The module at that many bits; unchanged if it has no more, or if its rows are no multiple of a group.
+    """Returns the module with ``bits`` bits; unchanged if it has no more, or if rows are not a multiple of a group.
 
-    At 2 bits, of a 4-bit model of 28M parameters, tokens that the model would choose too: 83 % in code and 76 % in
-    prose with high bits, 76 and 67 % with codes of codes.
+    How often drafts of a 2-bit copy of a 4-bit model of 28M parameters were the model's own choice: 83 % in code and 76
+    % in prose with high bits, 76 and 67 % with codes that were quantized a second time.
     """
     if hasattr(module, "to_quantized"):
         fits = module.weight.shape[-1] % GROUP_SIZE == 0

@@ -1,4 +1,4 @@
-"""Models whose own high bits draft for them: their layers read only the low bits, until the draft is given up."""
+"""Models that read only the low bits of their weights, as a draft has the high bits in memory, until it is given up."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from outcore_packs.stored_planes import Planes, cut_modules
 
 from .nested_linear import NestedLinear, nest
 
-# The parameters that a draft's layer has of its own.
+# The parameters of a draft's module that are not the model's.
 KEYS = ("weight", "scales")
 
 
 def nested(profile: ModelProfile, high: int, opening: Opening) -> ModelProfile:
-    """The model with layers that read only low bits, with ``high`` bits of its codes as the draft. Unchanged where
-    experts can be read one by one, where a layer's codes are used from outside, and in float16. Uses a copy in the
-    cache that stores these bits apart (not with mirrors, which have the named folder's files)."""
+    """Returns the model's profile with layers that read only low bits; the ``high`` high bits are the draft's. Returns
+    ``profile`` itself if experts can be read one by one, if a layer's codes are used from outside, and in float16. Uses
+    a cached copy that stores high and low bits apart, if there is one (not with mirrors of the original folder)."""
     o, size = opening.options, profile.size
     streamable = [each.streamable for each in size.layers]
-    # A draft's scales could be denormal in float16, and then round differently from the model's.
+    # In float16 a draft's scales could be denormal and round differently from the model's.
     if o.dtype == "float16" or not any(streamable) or profile.trace.evaluates:
         return profile
     if any(each.experts is not None for each in size.layers):
@@ -54,13 +54,13 @@ def nested(profile: ModelProfile, high: int, opening: Opening) -> ModelProfile:
 
 
 def _to_cut(lazy: LazyModel, high: int) -> list[tuple[str, nn.QuantizedLinear]]:
-    """The modules of all layers whose codes can be cut, by path; without an adapter's."""
+    """Returns the layers' modules whose codes can be cut into high and low bits, by path; none of an adapter's."""
     found = [(f"{layer.path}.{path}", m) for layer in find_layers(lazy.model) for path, m in cut_modules(layer, high)]
     return [(path, m) for path, m in found if f"{path}.weight" in lazy.loaded]
 
 
 def with_nested_layers(lazy: LazyModel, high: int) -> LazyModel:
-    """Changes the model's layers so that they read only low bits; returns the same if it has none that can."""
+    """Changes the model's layers so that they read only low bits. Returns ``lazy`` itself if no module can be cut."""
     loaded, origins = set(lazy.loaded), dict(lazy.origins)
     modules = _to_cut(lazy, high)
     for path, module in modules:
@@ -84,7 +84,7 @@ def nested_modules(model: nn.Module) -> Iterator[tuple[str, NestedLinear]]:
 
 
 def high_planes(lazy: LazyModel) -> dict[str, TensorInfo]:
-    """Where on disk the high bits of nested layers lie by themselves, by weight path."""
+    """Returns, by weight path, where on disk the high bits of nested layers are stored separately."""
     found = {}
     for path, _ in nested_modules(lazy.model):
         if (low := lazy.origins.get(f"{path}.low")) is not None:
@@ -96,20 +96,20 @@ def high_planes(lazy: LazyModel) -> dict[str, TensorInfo]:
 
 
 def share_high_bits(model: nn.Module, draft: nn.Module) -> None:
-    """Lets the model's nested layers use the high bits that the draft has in memory, and the draft all bits of layers
-    that stay in memory."""
+    """Makes the model's nested layers use the high bits that the draft has in memory. In layers that stay in memory,
+    codes are joined once, and the draft uses all their bits."""
     drafting = dict(named_modules(draft))
     for path, module in nested_modules(model):
         module.share(drafting[path])
         module.settle()
 
 
-# A file's inode, bytes and time of the last change in nanoseconds.
+# A file's inode, size in bytes, and time of the last change in nanoseconds.
 Stamp = tuple[int, int, int]
 
 
 def file_stamps(tensors: Mapping[str, TensorInfo]) -> dict[Path, Stamp | None]:
-    """Stamps that show whether files of tensors were replaced or written to; None for a missing file."""
+    """Returns a stamp of each tensor's file, which changes if the file is replaced or written to; None: no file."""
     stamps: dict[Path, Stamp | None] = {}
     for file in {tensor.file for tensor in tensors.values()}:
         try:
@@ -122,7 +122,7 @@ def file_stamps(tensors: Mapping[str, TensorInfo]) -> dict[Path, Stamp | None]:
 
 
 def high_bits_streamed(profile: ModelProfile, where: Mapping[str, TensorInfo]) -> ModelProfile:
-    """A profile of the same model whose layers' units include the high bits, for after the draft was given up. Changes
+    """Returns a profile of the same model that also reads the high bits, for after the draft was given up. Changes
     nothing.
 
     Args:
@@ -138,8 +138,8 @@ def high_bits_streamed(profile: ModelProfile, where: Mapping[str, TensorInfo]) -
 
 
 def _grown(layer: Layer, parts: LayerParts, where: Mapping[str, TensorInfo]) -> tuple[Layer, LayerParts]:
-    """A layer with its modules' high bits as parameters of its own. The slot then has all bits of nested modules'
-    codes: each call joins them and no decoder does. Other parameters are decoded as before."""
+    """Adds the high bits to a layer's parameters. The slot then has all bits of nested modules' codes: each call joins
+    them, and no decoder does. Other parameters are decoded as before."""
     parameters, casts = list(layer.parameters), list(parts.casts)
     owners = {id(p.module): n for n, p in enumerate(parameters)}
     numbers = [list(piece.parameters) for piece in parts.pieces]
@@ -151,7 +151,7 @@ def _grown(layer: Layer, parts: LayerParts, where: Mapping[str, TensorInfo]) -> 
             if mine is not None:
                 mine.append(len(parameters))
             parameters.append(Parameter(f"{path}.{key}", module.coarse, key))
-            # Cast as in the draft.
+            # The same cast as when the draft was loaded.
             dtype, stored = module.coarse[key].dtype, DTYPES[where[f"{layer.path}.{path}.{key}"].dtype]
             casts.append(None if dtype == stored else dtype)
     pieces = tuple(replace(p, parameters=tuple(n)) for p, n in zip(parts.pieces, numbers, strict=True))

@@ -1,4 +1,4 @@
-"""Linear layers whose high bits a draft has in memory, so that only the low bits are read."""
+"""Linear layers whose high bits are in memory, shared with a draft, so that only the low bits are read."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from outcore_packs.stored_planes import high_plane, joined, low_plane, middle
 # The parameter that is read from disk.
 LOW = "low"
 
-# Bytes of codes that are cut at a time where memory is short; cutting takes 7 to 24 times as much meanwhile.
+# Bytes of codes that are cut at a time when memory is short; meanwhile cutting takes 7 to 24 times as many bytes.
 CUT_BYTES = 1 << 17
 
 
 class CoarseLinear(nn.QuantizedLinear):
-    """A draft's layer: the high bits of a model's codes, or all bits where they stay in memory.
+    """A draft's linear layer: has the high bits of a model's codes, or all bits if the model's layer stays in memory.
 
-    ``weight`` and ``scales`` are its own, 2 ** low times the model's scales; ``biases`` are the model's, from which
-    those of the high bits are computed for each call, so that nothing is in memory twice.
+    ``weight`` and ``scales`` (the model's times 2 ** number of low bits) are its own. ``biases`` are the model's; those
+    of the high bits are computed from them in each call, so that nothing is in memory twice.
 
     Attributes:
-        all_bits: of each of the model's codes.
+        all_bits: bits of the model's codes.
     """
 
     all_bits: int
@@ -41,11 +41,11 @@ class CoarseLinear(nn.QuantizedLinear):
 
     @property
     def outcore_split(self) -> tuple[int, int]:
-        """The rows and weights, for ``split_rows``."""
+        """Numbers of rows and of weights, for ``split_rows``."""
         return self["biases"].shape[0], self["biases"].size * self.group_size
 
     def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
-        """Words, scales and biases that it multiplies with, all of them or some rows; not evaluated."""
+        """Returns the words, scales and biases to multiply with, of all rows or some; not evaluated."""
         words, scales, biases = self._own(rows)
         low = self.all_bits - self.bits
         return words, scales, middle(scales, biases, low) if low else biases
@@ -56,15 +56,15 @@ class CoarseLinear(nn.QuantizedLinear):
 
 
 class NestedLinear(CoarseLinear):
-    """The product of a ``QuantizedLinear`` whose codes are joined for each call, or once where they stay in memory.
+    """A ``QuantizedLinear`` that reads only low bits; codes are joined in each call, or once if they stay in memory.
 
     Its parameters are ``low``, uint32 (rows, n * low / 32), the low bits of the codes, ``biases``, and ``bias`` if any.
-    The rest is in ``coarse``, the draft's module; until that is shared the output is NaN. Once all codes stay in memory
-    (``settle``) they are the draft's weight too, and ``low`` is empty.
+    The high bits and scales are in ``coarse``, the draft's module; until that is shared the output is NaN. Once all
+    codes stay in memory (``settle``) they are the draft's weight, too, and ``low`` is empty.
 
     Attributes:
-        high: bits of each code that are in memory.
-        nbytes: as in ``Decoder``, which it is for its low bits.
+        high: bits of each code that the draft has in memory.
+        nbytes: as in ``Decoder``; this module is the decoder of its low bits.
     """
 
     outcore_streamed = (LOW,)
@@ -72,7 +72,7 @@ class NestedLinear(CoarseLinear):
     nbytes = 0
 
     def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
-        """Words, scales and biases as the ``QuantizedLinear`` has them."""
+        """Returns words, scales and biases as the original ``QuantizedLinear`` has them."""
         low, biases, coarse = self[LOW], self["biases"], self.coarse
         if rows is not None:
             biases, low = biases[rows], low if self.settled else low[rows]
@@ -89,7 +89,7 @@ class NestedLinear(CoarseLinear):
         return low, scales * 2 ** (self.high - self.bits), biases
 
     def decode(self, low: mx.array) -> mx.array:
-        """As in ``Decoder``: joins these low bits to whole codes, once for all calls that use them."""
+        """As in ``Decoder``: joins the low bits in a slot to whole codes, once for all calls that use the slot."""
         coarse, rows = self.coarse, self.__dict__.get("_outcore_rows")
         if coarse is None or self.settled:
             return low
@@ -104,7 +104,7 @@ class NestedLinear(CoarseLinear):
         return self.coarse is not None and self.coarse.bits == self.bits
 
     def settle(self) -> None:
-        """Joins the codes once, as ``low`` stays in memory; they become the draft's weights too."""
+        """Joins the codes once, because ``low`` stays in memory. The whole codes become the draft's weights, too."""
         if (coarse := self.coarse) is None or self.settled or not self[LOW].size:
             return
         words, scales, _ = self.whole()
@@ -113,7 +113,7 @@ class NestedLinear(CoarseLinear):
         self[LOW] = mx.zeros((0,), mx.uint32)
 
     def unsettle(self) -> None:
-        """Cuts the draft's weights back to the high bits; ``low`` is to be read again."""
+        """Cuts the draft's weights to the high bits again; from then on ``low`` is read from disk."""
         if (coarse := self.coarse) is None or not self.settled:
             return
         arrays = coarse._own(None)
@@ -134,7 +134,7 @@ class NestedLinear(CoarseLinear):
 
     @property
     def coarse(self) -> CoarseLinear | None:
-        """The draft's module, which has this layer's high bits; kept out of the module tree."""
+        """The draft's module, which has this layer's high bits; None until ``share``. It is not in the module tree."""
         found: CoarseLinear | None = self.__dict__.get("_outcore_coarse")
         return found
 
@@ -147,7 +147,7 @@ class NestedLinear(CoarseLinear):
 
 
 def nest(module: nn.QuantizedLinear, high: int) -> None:
-    """Changes a quantized layer so that only its low bits are its own, below the ``high`` highest."""
+    """Turns a quantized layer into a ``NestedLinear`` without the ``high`` highest bits of its codes."""
     low = low_plane(module.weight, module.bits, high)
     dict.__delitem__(module, "weight")
     dict.__delitem__(module, "scales")
@@ -157,7 +157,7 @@ def nest(module: nn.QuantizedLinear, high: int) -> None:
 
 
 def coarsen(module: nn.QuantizedLinear, high: int) -> None:
-    """Changes a quantized layer into a draft's, with the high bits of its codes alone."""
+    """Turns a quantized layer into a ``CoarseLinear`` with the ``high`` highest bits of its codes."""
     module.__dict__["all_bits"] = module.bits
     module.weight, module.scales, _ = high_plane(module.weight, module.scales, module.biases, module.bits, high)
     module.bits = high

@@ -1,4 +1,4 @@
-"""``--draft self:BITS``: a low-bit copy of the model drafts, or the high bits of its own codes."""
+"""``--draft self:BITS``: drafts by a low-bit copy of the model, or by the high bits of the model's own codes."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class SelfDrafts(DraftSource):
         for bits in WEIGHED:
             if not isinstance(own, int) or bits < own:
                 whole = own if isinstance(own, int) else 16
-                # Scales, and matrices quantized in fewer bits than the others, stay as they are.
+                # Scales stay as they are, and so do matrices that have fewer bits already: hence the 2 more.
                 yield f"{SELF}:{bits}", bits, weights * bits // (max(whole, bits) + 2)
 
     def open(self, which: int, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft]:
         o = opening.options
-        if o.ranks is None:  # ranks have layers of the named folder
+        if o.ranks is None:  # ranks share the layers of the named folder
             profile = nested(profile, which, opening)
         if profile.size.kv_disk != "off":
             if o.kv_disk == "on":
@@ -103,15 +103,15 @@ class SelfDrafts(DraftSource):
 
 
 class ByCopy(Drafting):
-    """A copy of the model, written unless it exists, and loaded once the model is; ``auto``: chosen by ``--draft
-    auto``."""
+    """Drafts by a copy of the model. ``join``, which follows the model's load, writes the copy if needed and loads it.
+    ``auto``: ``--draft auto`` chose it."""
 
     kind, holds_head = SELF, True
 
     def __init__(self, draft: Draft, auto: bool, progress: Progress) -> None:
         super().__init__(draft.name)
         self._copied, self._auto, self._progress = draft.detail, auto, progress
-        self._high_bits: Mapping[str, TensorInfo] = {}  # nested layers' high bits on disk
+        self._high_bits: Mapping[str, TensorInfo] = {}  # where the high bits of nested layers are on disk
         self._stamps: Mapping[Path, Stamp | None] = {}
 
     def join(self, session: Session) -> Drafting:
@@ -121,13 +121,13 @@ class ByCopy(Drafting):
         except StoreSpaceError as error:
             if not self._auto or session.transport.alone:
                 raise
-            # Other ranks have planned already, so they all go on without the automatic draft.
+            # Other ranks have planned already, so all go on, but without the draft.
             session.note(f"nothing drafts but the text's own repetitions: {error}")
             return Drafting()
         model = self.model = load_copy(profile, copied, session.plan.head_streamed, session.cpu_streams)
         session.transport.fill(model)
         share_high_bits(profile.lazy.model, model)
-        # Layers that are not cut have tensors of the same names in the copy.
+        # Only of nested layers: the copy has other tensors under the same names, too.
         shared = {path for path, _ in nested_modules(profile.lazy.model)}
         if shared:
             tensors = {**open_packed(copied.folder).tensors, **copied.elsewhere}
@@ -140,11 +140,11 @@ class ByCopy(Drafting):
 
     @property
     def intact(self) -> bool:
-        """Whether the files of the high bits are unchanged since they were read."""
+        """Whether the files with the high bits are unchanged since the copy was loaded."""
         return None not in self._stamps.values() and file_stamps(self._high_bits) == self._stamps
 
     def profile_without(self, profile: ModelProfile) -> ModelProfile:
-        """As of ``Drafter``: the layers that shared the copy's high bits read them too."""
+        """As in ``Drafter``: the layers that shared the copy's high bits then read these, too."""
         return high_bits_streamed(profile, self._high_bits) if self._high_bits else profile
 
     def give_up(self, session: Session) -> Drafting:
@@ -153,9 +153,9 @@ class ByCopy(Drafting):
 
 
 class CopyProposer:
-    """Guesses by a low-bit copy of the model, which continues from the model's own caches.
+    """Proposes tokens by a low-bit copy of the model that continues from the model's own caches.
 
-    So it has no prompt to compute and no text to follow, and starts from an exact state.
+    So the copy computes no prompt, and each draft starts from the model's exact state.
 
     Args:
         model: the copy, all in memory.
@@ -171,7 +171,7 @@ class CopyProposer:
         self._cache: list[Any] | None = None
         self._last: list[int] = []  # the text's last token
         self._new: list[int] = []  # tokens of the text that the model's caches did not hold
-        self._fed = 0  # tokens of ``_new`` and the draft that were fed
+        self._fed = 0  # how many tokens of ``_new`` and the draft were fed
 
     def give_up(self) -> None:
         self._model = self._cache = None
@@ -185,7 +185,7 @@ class CopyProposer:
         if self._cache is None:
             cache, pending = self._state()
             self._new = pending + self._last
-            # Refers to the same arrays; MLX copies those that are written to.
+            # The copied caches refer to the same arrays; MLX copies an array when it is written to.
             self._cache, self._fed = copy.deepcopy(cache), 0
         new = [*self._new, *drafted][self._fed :]
         self._fed += len(new)

@@ -1,1 +1,1 @@
-"""Routed experts that are read one by one as tokens use them. They join the core at ``outcore.engine.extensions``."""
+"""Routed experts that are read one by one when tokens use them. Joins the core at ``outcore.engine.extensions``."""

@@ -1,9 +1,9 @@
-"""Memory ranges that stay on a CUDA device, with copies to and from them by CUDA's driver.
+"""Memory ranges that stay on a CUDA device, and copies to and from them by CUDA's driver.
 
-An MLX array on a CUDA device becomes managed memory when the host looks at it. Advised to stay on the device, it is
-read there at the device's own rate, also after the driver copied something into it (H100: 2,100 GB/s; memory that stays
-on the host is read over the bus at 50). The host must not touch it: each page would travel to it, and back. So bytes go
-by ``cuMemcpyAsync``, on a stream of the calling thread's own: 10 GB/s for an expert of a megabyte.
+An MLX array on a CUDA device becomes managed memory when the host looks at it. With the advice to keep it on the
+device, the device reads it at its own rate, also after the driver copied something into it (H100: 2,100 GB/s; memory
+that stays on the host is read over the bus at 50). The host must not touch it: each page would travel to it, and back.
+So bytes go by ``cuMemcpyAsync``, on one stream for each calling thread: 10 GB/s for an expert of a megabyte.
 
 Source: CUDA's driver API, "Memory Management" and "Unified Addressing".
 """
@@ -21,8 +21,7 @@ NON_BLOCKING = 1
 
 
 class CudaDriver:
-    """Calls to CUDA's driver for device 0, which is MLX's. OSError: there is no driver, or it
-    refuses."""
+    """Calls CUDA's driver for device 0, which MLX uses. Raises OSError if there is no driver or a call fails."""
 
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
@@ -32,7 +31,7 @@ class CudaDriver:
     def keep(self, address: int, nbytes: int) -> None:
         _check(self._cuda.cuCtxSetCurrent(self._context))
         at, n, device = ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_int(0)
-        # Only advice: without it memory is slower, never wrong.
+        # Errors are ignored: without this advice memory is slower, never wrong.
         self._cuda.cuMemAdvise(at, n, ctypes.c_int(PREFERRED_LOCATION), device)
         self._cuda.cuMemPrefetchAsync(at, n, device, None)
         _check(self._cuda.cuCtxSynchronize())
@@ -52,7 +51,7 @@ class CudaDriver:
 
 
 class DeviceMemory:
-    """Memory ranges that stay on the device. Thread-safe. Methods raise OSError if the driver refuses."""
+    """Memory ranges that stay on the device. Thread-safe. Methods raise OSError if a call to the driver fails."""
 
     def __init__(self, driver: CudaDriver | None = None) -> None:
         self._driver = driver or CudaDriver()
@@ -66,7 +65,7 @@ class DeviceMemory:
             self._kept = self._kept | {address: address + nbytes}
 
     def forget(self, address: int) -> None:
-        """Must be called before the memory is freed."""
+        """Forgets the range that begins at ``address``. Call it before the memory is freed."""
         with self._lock:
             self._kept = {a: end for a, end in self._kept.items() if a != address}
 

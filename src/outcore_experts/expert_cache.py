@@ -1,8 +1,8 @@
 """The expert cache of one layer, and the reads that fill it.
 
-The cache has one array per tensor, with a slot for each cached expert, as kernels want each tensor as one array. In a
-file, too, tensors are stacked by expert. So an expert is read in as many pieces as there are tensors, each into its
-slot of its array, and the slot that an expert lies in makes no difference to the results.
+Kernels want each tensor of all experts as one array, and files store it so. So the cache has one array for each tensor,
+with a slot for each cached expert. An expert is read in as many pieces as there are tensors, each into its slot of an
+array. Which slot an expert is in makes no difference to results.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from .device_stretches import DeviceMemory
 from .expert_policy import ExpertPolicy, Load
 from .switches import Switch
 
-# Experts that are read at a time if they are cast on their way into the cache.
+# How many experts are read at a time if they are cast before they are copied into the cache.
 STAGED = 8
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """A tensor that is stacked by expert; ``read_bytes`` on disk and ``held_bytes`` in memory are of one expert.
+    """A tensor that is stacked by expert. ``read_bytes`` on disk and ``held_bytes`` in memory are those of one expert.
 
     Attributes:
         info: location of the whole tensor on disk.
-        dtype: in memory; None: as on disk.
+        dtype: dtype in memory; None: as on disk.
     """
 
     info: TensorInfo
@@ -69,10 +69,10 @@ class SwitchUnit:
     """A layer's switch and the location of its experts.
 
     Attributes:
-        name: of the layer, for messages.
+        name: the layer's name, for messages.
         parameters: those that the cache replaces, in the order of ``tensors``.
-        used: experts that a token uses.
-        block: the module that contains the router and calls the switch; None: it cannot be called by itself.
+        used: number of experts that a token uses.
+        block: the module that contains the router and calls the switch; None: it is the layer itself.
     """
 
     name: str
@@ -88,10 +88,10 @@ class SwitchUnit:
 
 
 class ExpertCache:
-    """Slots for experts of one layer. ``placed`` keeps them on the device, if that does not share the host's memory.
+    """Slots for experts of one layer. ``placed`` keeps them on a device that does not share the host's memory.
 
     Attributes:
-        arrays: (slots, *shape of an expert) for each tensor; they show what is written to the slots.
+        arrays: (slots, *shape of an expert) for each tensor; views of the slots' memory.
     """
 
     def __init__(self, tensors: Sequence[Stacked], slots: int, device: str, placed: DeviceMemory | None = None) -> None:
@@ -113,18 +113,18 @@ class ExpertCache:
         mx.eval(self.arrays)
 
     def extents(self, expert: int, slot: int) -> list[Extent]:
-        """Returns the reads that bring an expert into a slot, unless it is cast."""
+        """Returns the reads that bring an expert into a slot. Not for experts that are cast."""
         found = []
         for t, start in zip(self.tensors, self._starts, strict=True):
             n = t.read_bytes
             offset, at = t.info.offset + expert * n, start + slot * n
-            # Its neighbours are other experts, so only whole blocks of its own can be read in place.
+            # Other experts precede and follow it, so it is read in place only if it consists of whole blocks.
             in_place = self._placed is None and not (offset % BLOCK or at % BLOCK or n % BLOCK)
             found.append(Extent(t.info.file, offset, n, at, in_place=in_place))
         return found
 
     def place(self, tensor: int, slot: int) -> memoryview:
-        """Returns an expert's part of a tensor, for ``move`` only, as it may be on the device."""
+        """Returns the memory of one tensor's part in a slot. It may be on the device, so use it only with ``move``."""
         n = self.tensors[tensor].held_bytes
         at = self._starts[tensor] + slot * n
         return self.memory.payload[at : at + n]
@@ -147,8 +147,8 @@ class CachedSwitch:
         table: uint32 (experts,), the slot of each expert; meaningless for an expert that is not cached.
         last: the latest results computed from the cache, which may not be evaluated yet.
         filling: reads that copy experts out of the cache and may be running.
-        arriving: prefetched experts, which have slots but may not have arrived.
-        stays: all experts are cached, and the cache's arrays are the switch's weights.
+        arriving: prefetched experts that have slots; their reads may be running.
+        stays: whether the cache has all experts and its arrays are the switch's weights.
     """
 
     def __init__(
@@ -168,13 +168,14 @@ class CachedSwitch:
         self.cache = ExpertCache(unit.tensors, slots, device, placed)
         self.table, self._inside, self.stays = table, inside, False
         self._absent = absent(self.cache.arrays)
-        # Resident parameters by expert, while gathered ones are in their place.
+        # The switch's resident parameters by expert, while ``in_place`` has replaced them.
         self._own: list[mx.array] | None = None
         mx.eval(table, inside)
         self._slots, self._experts = np.array(table, copy=False), np.array(inside, copy=False)
 
     def use(self, tokens: npt.NDArray[np.int64]) -> set[int]:
-        """Counts the experts of these tokens, in order; (tokens, experts per token). Returns the set of them."""
+        """Counts the use of experts, int64 (tokens, experts per token), in the tokens' order. Returns the set of
+        experts."""
         self.policy.used(tokens)
         return set(tokens.ravel().tolist())
 
@@ -191,8 +192,8 @@ class CachedSwitch:
         self.arrived(self.arriving)
 
     def arrived(self, experts: Iterable[int], *, cancel: bool = False) -> None:
-        """Waits for the prefetched ones of these experts (``cancel`` drops reads that have not begun). Failed ones
-        leave the cache."""
+        """Waits for those of ``experts`` that are being prefetched; ``cancel`` drops reads that have not begun. An
+        expert that could not be read leaves the cache."""
         mine = [(e, self.arriving[e]) for e in list(experts) if e in self.arriving]
         for _, read in mine:
             if cancel:
@@ -222,10 +223,10 @@ class CachedSwitch:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Makes the cache's arrays the switch's weights in a context.
+        """Makes the cache's arrays the switch's weights inside the context.
 
-        Parameters that stay in memory by expert are gathered when the graph is computed, as the table is: which experts
-        the slots hold by then is not known yet.
+        Parameters by expert that stay in memory (``held``) are gathered by slot in the graph, like the table, because
+        the slots' experts are not known yet when the graph is built.
         """
         self._own = [p.array for p in self.unit.switch.held]
         experts = self._inside[: self.policy.slots]
@@ -253,7 +254,7 @@ class CachedSwitch:
 
 
 class ExpertReads:
-    """Reads experts into the caches of a model. ``expert_s`` is the average seconds per expert that was waited for."""
+    """Reads experts into the caches of a model. ``expert_s``: mean seconds per expert that the host waited for."""
 
     def __init__(self, metrics: Metrics, device: str) -> None:
         self.reader: Reader | None = None
@@ -262,7 +263,7 @@ class ExpertReads:
         self._staging: Slot | None = None
 
     def bring(self, switch: CachedSwitch, loads: Sequence[Load], wanted: Iterable[int] = ()) -> None:
-        """Reads these experts into their slots and waits for them, and for the prefetched ones among ``wanted``."""
+        """Reads ``loads`` into their slots. Waits for these, and for those of ``wanted`` that are being prefetched."""
         began = self._metrics.clock()
         if loads:
             self._empty(switch, loads)
@@ -294,7 +295,7 @@ class ExpertReads:
     def _empty(self, switch: CachedSwitch, loads: Sequence[Load]) -> None:
         switch.free()
         switch.arrived({int(switch.policy.expert_in[slot]) for _, slot in loads}, cancel=True)
-        # The slots count as empty until all bytes have arrived, so that a failed read is never used.
+        # Until all bytes have arrived the slots count as empty, so that a failed read is never used.
         switch.policy.vacate([slot for _, slot in loads])
 
     def _begin(self, switch: CachedSwitch, load: Load) -> Read:
@@ -318,7 +319,7 @@ class ExpertReads:
             read.wait()
 
     def _stage(self, switch: CachedSwitch, loads: Sequence[Load]) -> None:
-        """Reads experts through a slot in which they are cast."""
+        """Reads experts into a staging slot, casts them, and copies them into the cache."""
         tensors, starts, end = switch.unit.tensors, list[int](), 0
         for t in tensors:
             starts.append(end)

@@ -1,5 +1,5 @@
-"""Plans expert caches: everything else is resident, as many experts as fit are cached, and the rest is read
-one by one."""
+"""Plans expert caches: all other weights are resident, as many experts as fit are cached, and the others are read one
+by one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from outcore.sizes import BLOCK, slot_bytes
 
 @dataclass(frozen=True)
 class ExpertSize:
-    """The experts of one layer, ``used`` of which serve a token. Bytes and ``tensors`` are per expert.
+    """The ``count`` experts of one layer, of which a token uses ``used``. Bytes and ``tensors`` are per expert.
 
     Attributes:
         resident, read: bytes in memory and on disk.
-        pieces: of the layer, those that hold experts.
-        cast: experts have another dtype in memory than on disk.
-        copied: bytes that stay in memory anyway (an adapter's), which a call copies for each slot.
+        pieces: numbers of the layer's pieces that hold experts.
+        cast: whether experts have another dtype in memory than on disk.
+        copied: bytes of parameters that stay in memory (an adapter's) and that a call copies for each slot.
     """
 
     count: int
@@ -46,7 +46,7 @@ class ExpertSize:
         return ON_DEMAND
 
 
-# Share of a layer's experts that have slots, and hit rate: means over 2,500 tokens of code and of prose
+# (fraction of a layer's experts that have slots, hit rate): means over 2,500 tokens of code and of prose
 # (py-qwen35moe-30m, ``ExpertPolicy``).
 HITS = ((0.0, 0.0), (0.0625, 0.18), (0.1, 0.25), (0.25, 0.53), (0.5, 0.78), (0.75, 0.93), (1.0, 1.0))
 
@@ -59,26 +59,27 @@ def hit_rate(share: float) -> float:
 
 
 def distinct(count: int, used: int, tokens: int) -> float:
-    """Returns how many experts so many tokens use if each chooses at random; real tokens use fewer."""
+    """Returns how many different experts ``tokens`` tokens use if each chooses at random; real tokens use fewer."""
     return count * (1 - (1 - min(1.0, used / count)) ** tokens)
 
 
-# Groups of cached experts that a call may be computed in; beyond that, all experts are streamed through the ring.
+# If a call's experts exceed the slots, it is computed in at most so many groups; with more, the ring streams all.
 MOST_GROUPS = 3
 
-# Reading single experts pays, despite the waits, below this share of the bytes that the ring would stream.
+# Single experts are read if they are at most this fraction of the experts that the ring would read; waits cost, too.
 WORTH = 0.8
 
 
 def missing(count: int, used: int, slots: int, tokens: int) -> float:
-    """Returns how many experts a call for so many tokens reads on average if the layer's cache has so many slots."""
+    """Returns how many experts a call of ``tokens`` tokens reads on average if the layer's cache has ``slots``
+    slots."""
     wanted = distinct(count, used, tokens)
     return max(wanted * (1 - hit_rate(slots / count)), wanted - slots)
 
 
 def reads_experts(tokens: int, shapes: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether a pass over so many tokens reads single experts; otherwise all are streamed. ``shapes``: (experts, used,
-    slots)."""
+    """Whether a pass of ``tokens`` tokens reads single experts; otherwise all are streamed. ``shapes``: (experts, used,
+    slots) of each layer."""
     if tokens == 1:
         return True
     if any(distinct(count, used, tokens) > MOST_GROUPS * slots for count, used, slots in shapes):
@@ -87,7 +88,7 @@ def reads_experts(tokens: int, shapes: Sequence[tuple[int, int, int]]) -> bool:
     return reads <= WORTH * sum(count - slots for count, _, slots in shapes)
 
 
-# Share of missing experts that the layer before predicts, if there is time to read them (56 to 65 % for code and prose
+# Fraction of missing experts that are predicted one layer before, in time to be read (56 to 65 % for code and prose
 # with py-qwen35moe-30m, a quarter and a half of the experts in memory).
 FORESEEN = 0.55
 
@@ -106,7 +107,7 @@ class OnDemand:
         slots: int | None,
         calibration: Calibration,
     ) -> Plan | None:
-        """Returns the fastest plan with expert caches; None if the model has no experts or the budget no room.
+        """Returns the fastest plan with expert caches; None if the model has no experts or the budget has no room.
 
         Args:
             least: the smallest budget in bytes that works, with or without expert caches.
@@ -133,7 +134,7 @@ class OnDemand:
     def with_pools(
         self, size: ModelSize, plan: Plan, counts: Sequence[tuple[int, int]], calibration: Calibration
     ) -> Plan:
-        """Returns the plan with other caches, given as (layer, slots)."""
+        """Returns ``plan`` with other cache sizes, ``counts``: (layer, slots)."""
         experts = _experts(size)
         read = sum(experts[i].missing(n, size.sequences) * experts[i].read for i, n in counts)
         plan = replace(plan, pools=tuple(counts), pool_bytes=_pools(size, counts), bytes_per_token=int(read))
@@ -145,8 +146,8 @@ class OnDemand:
         return bool(shapes) and reads_experts(tokens, shapes)
 
     def turns(self, size: ModelSize, plan: Plan, calibration: Calibration) -> list[Turn]:
-        """Returns the steps of a token: computing, waiting for each router, and reading missing experts that no
-        prefetch had time for."""
+        """Returns the predicted steps of a token's pass: computing a layer, waiting for its router, and reading those
+        missing experts that prefetching had no time for."""
         passes = [(size.sequences, 1)]
         head = size.head if plan.head_streamed else None
         outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
@@ -162,7 +163,7 @@ class OnDemand:
                 reading = missing * experts.read / calibration.read_gbps / 1e9
                 groups = -(-min(experts.count, experts.used * size.sequences) // slots[i])
                 if groups > 1:
-                    # Groups run one after the other, each read and computed for all tokens, without prefetching.
+                    # Each group is read, then computed for all tokens; nothing is prefetched.
                     share = experts.used * experts.resident / active_bytes(layer)
                     seconds += (groups - 1) * (compute * share + calibration.sync_s + calibration.read_latency_s)
                 else:
@@ -183,7 +184,7 @@ def active_bytes(layer: LayerSize) -> int:
 
 
 def _bare(size: ModelSize, rings: Sequence[int], steps: Sequence[int]) -> Iterator[Plan]:
-    """Yields plans with everything but experts in memory, still without caches."""
+    """Yields plans that keep all weights but experts in memory and have no expert caches yet."""
     pooled = _experts(size)
     stay = frozenset(i for i in range(len(size.layers)) if i not in pooled)
     kept = tuple(
@@ -197,7 +198,7 @@ def _bare(size: ModelSize, rings: Sequence[int], steps: Sequence[int]) -> Iterat
 
 
 def _counts(size: ModelSize, room: int, slots: int | None) -> list[tuple[int, int]] | None:
-    """Returns (layer, slots) with the same share of experts for each layer; None if a layer would have no slot."""
+    """Returns (layer, slots) with the same fraction of each layer's experts; None if there is no room."""
     experts = _experts(size)
     if slots is not None:
         counts = [(i, min(slots, e.count)) for i, e in experts.items()]
@@ -212,7 +213,7 @@ def _counts(size: ModelSize, room: int, slots: int | None) -> list[tuple[int, in
 
 
 def _pools(size: ModelSize, counts: Sequence[tuple[int, int]]) -> int:
-    """Returns the bytes of these caches, whose tensors begin at blocks, and of the largest copy that a call makes."""
+    """Returns the bytes of caches of these sizes, in which tensors begin at blocks, and of a call's largest copy."""
     experts, pools, copied = _experts(size), 0, 0
     for layer, slots in counts:
         each = experts[layer]

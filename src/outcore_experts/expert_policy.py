@@ -1,7 +1,7 @@
-"""Chooses the experts of a layer that stay in memory: those that recent tokens have used most. Numbers only.
+"""Chooses which experts of a layer stay in memory: those that recent tokens used most. Numbers only.
 
-Uses are counted with three half-lives, of a few, some and many tokens: what a sentence uses, what a page does, and what
-the text is about. LRU, by contrast, forgets an expert that every tenth token uses.
+Uses are counted with three half-lives, of a few, some and many tokens, for the experts of a sentence, of a page and of
+a subject. LRU, by contrast, forgets an expert that every tenth token uses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# Tokens after which a use counts half.
+# Numbers of tokens after which a use counts half.
 HALF_LIVES = (4, 32, 256)
 
 # Weights of the half-lives. Over 2,500 tokens of code and of prose (py-qwen35moe-30m, a quarter and a half of the
@@ -24,7 +24,7 @@ Load = tuple[int, int]
 
 @dataclass(frozen=True)
 class Group:
-    """Experts of a call that are in memory at the same time; ``loads`` are those to be read first."""
+    """Experts of a call that are in memory at the same time. ``loads``: (expert, slot) of those to read first."""
 
     experts: tuple[int, ...]
     loads: tuple[Load, ...]
@@ -61,12 +61,12 @@ class ExpertPolicy:
 
     @property
     def scores(self) -> npt.NDArray[np.float64]:
-        """The value of each expert's place; (experts,)."""
+        """The value of keeping each expert; float64 (experts,)."""
         scores: npt.NDArray[np.float64] = (self._weights * self._counts).sum(0)
         return scores
 
     def used(self, tokens: npt.NDArray[np.int64]) -> None:
-        """Counts the experts of these tokens, in order; (tokens, experts per token), without repeats within a token."""
+        """Counts the experts of these tokens, int64 (tokens, experts per token); the last token is the newest."""
         if len(tokens) == 1:
             self._counts *= self._decay
             self._counts[:, tokens[0]] += 1
@@ -78,10 +78,10 @@ class ExpertPolicy:
             counts += np.bincount(tokens.ravel(), weights, minlength=len(counts))
 
     def groups(self, wanted: Collection[int]) -> Iterator[Group]:
-        """Yields the groups in which a call that uses these experts is computed: one if there are slots enough.
+        """Yields the groups of experts in which a call that uses ``wanted`` is computed: one if there are enough slots.
 
-        The caller reads a group's loads, reports them by ``placed`` and computes the group before it asks for the next.
-        The most valuable experts of old and new remain in memory.
+        The caller reads a group's loads, calls ``placed`` with them and computes the group before it takes the next
+        group. After the last one, the most valuable of the new and the old experts are in memory.
         """
         numbers = np.fromiter(wanted, np.int64, len(wanted))
         inside = self.slot_of[numbers] >= 0
@@ -96,24 +96,25 @@ class ExpertPolicy:
         scores = self.scores
         missing = sorted(missing, key=lambda e: (scores[e], e))
         spare = self.spare(here, scores)
-        # The most valuable come last, so that they stay longest.
+        # The most valuable experts are loaded last, so that they are not replaced by other groups.
         now, missing = missing[: len(spare)], missing[len(spare) :]
         if here or now:
             yield Group((*here, *now), tuple(zip(now, spare, strict=False)))
         while missing:
-            # Give up the slots of the least valuable experts, one at least.
+            # Replace the least valuable experts, at least one.
             best = set(self.best(missing))
             spare = [s for s in self.spare((), scores) if self.expert_in[s] not in best] or [self.spare((), scores)[0]]
             now, missing = missing[: len(spare)], missing[len(spare) :]
             yield Group(tuple(now), tuple(zip(now, spare, strict=False)))
 
     def best(self, candidates: Collection[int]) -> list[int]:
-        """Returns the most valuable of these experts and those in memory, as many as there are slots, best first."""
+        """Returns the most valuable of ``candidates`` and the experts in memory, best first, at most one for each
+        slot."""
         scores = self.scores
         return sorted({*self.inside.tolist(), *candidates}, key=lambda e: (-scores[e], e))[: self.slots]
 
     def coming(self, candidates: Collection[int]) -> list[Load]:
-        """Returns the loads that replace cached experts by more valuable ones among these."""
+        """Returns the (expert, slot) that replace cached experts by more valuable ones of ``candidates``."""
         best = self.best(candidates)
         new = [e for e in best if self.slot_of[e] < 0]
         if self.slots == len(self.slot_of):
@@ -133,8 +134,7 @@ class ExpertPolicy:
             self.expert_in[slot], self.slot_of[expert] = expert, slot
 
     def resized(self, slots: int) -> tuple[ExpertPolicy, list[Load]]:
-        """Returns an empty policy with the same counts for another number of slots, and the loads that move experts
-        into it."""
+        """Returns a policy with ``slots`` empty slots and the same counts, and the (expert, slot) to move into them."""
         other = ExpertPolicy(len(self.slot_of), slots)
         other._counts = self._counts
         stay = self.best(())[:slots]
@@ -142,7 +142,7 @@ class ExpertPolicy:
         return other, [(expert, expert if own else slot) for slot, expert in enumerate(stay)]
 
     def spare(self, wanted: Collection[int], scores: npt.NDArray[np.float64]) -> list[int]:
-        """Returns the slots that hold none of these experts, by these scores the least valuable first."""
+        """Returns the slots that hold none of ``wanted``, those whose experts have the lowest ``scores`` first."""
         worth = np.where(self.expert_in < 0, -1.0, scores[self.expert_in])
         taken = self.slot_of[np.fromiter(wanted, np.int64, len(wanted))]
         worth[taken[taken >= 0]] = np.inf

@@ -1,7 +1,7 @@
-"""Streams all experts of a layer through the ring, for passes that use most of them, next to the expert caches.
+"""Streams all experts of a layer through the ring, for passes that use most of them, and uses the expert caches, too.
 
-Experts that are cached are copied into the ring's slot instead of being read. When the layer is computed, the experts
-that a long pass used most are copied into the cache, so that the tokens after a prompt find them there.
+Experts that are cached are copied into the ring's slot instead of being read. After the layer is computed, the experts
+that the pass used most are copied into the cache, so that the tokens after a prompt find them there.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from outcore.sizes import BLOCK
 from .expert_cache import CachedSwitch
 from .expert_policy import Load
 
-# Bytes of an expert's part of a tensor from which skipping it is worth a separate read.
+# A cached expert's part of a tensor is not read from disk if it has at least so many bytes: skipping splits the read.
 LEAST = 4 * BLOCK
 
 
 @dataclass(frozen=True)
 class _Stack:
-    """A switch's tensor in a unit of the ring: its number, its place in a slot, and its extent."""
+    """A switch's tensor in a unit of the ring: its number, its place in a slot, and the extent that reads it."""
 
     tensor: int
     at: int
@@ -37,11 +37,11 @@ class _Stack:
 
 @dataclass
 class _Window:
-    """A switch whose experts are streamed by these units of the ring.
+    """A switch and the units of the ring that stream its experts.
 
     Attributes:
         routed: expert indices of this pass's calls.
-        loads: experts to copy into the cache; None: not decided yet.
+        loads: (expert, slot) to copy into the cache; None: not decided yet.
         left: units that are not computed yet in this pass.
     """
 
@@ -53,14 +53,14 @@ class _Window:
 
 
 class Windows:
-    """All switches of a model whose experts are cached as they are on disk."""
+    """All switches of a model whose experts have the same dtype in the cache as on disk."""
 
     def __init__(self, switches: Sequence[CachedSwitch], units: Sequence[StreamedUnit], ring: Ring) -> None:
         self._ring = ring
         self._stacks: dict[int, list[_Stack]] = {}
-        self._windows: dict[int, _Window] = {}  # by the id of the switch's module
+        self._windows: dict[int, _Window] = {}  # key: id of the switch's module
         self._of_unit: dict[int, _Window] = {}
-        self._filling: dict[int, Read] = {}  # the latest read of each unit that copied from a cache
+        self._filling: dict[int, Read] = {}  # by unit: its latest read that also copied from a cache
         for switch in switches:
             if switch.unit.cast:
                 continue
@@ -89,7 +89,7 @@ class Windows:
             window.routed.append(indices)
 
     def _partly(self, unit: int) -> Partly | None:
-        """Returns what to read of a unit, and what to copy from the cache."""
+        """Returns which bytes of a unit to read and which experts to copy from the cache; None: read the whole unit."""
         window = self._of_unit.get(unit)
         if window is None or not len(window.switch.policy.inside):
             return None
@@ -105,7 +105,7 @@ class Windows:
                 if n < LEAST:
                     continue
                 for first, end in _runs(inside):
-                    # Read up to the cached expert, with the same block edges on disk and in the slot.
+                    # Read up to the cached expert; offsets on disk and in the slot still agree modulo the block.
                     start = extent.offset + stack.at - extent.at + first * n
                     if start > begin:
                         extents.append(_part(extent, begin, start))
@@ -122,7 +122,7 @@ class Windows:
         switch.filling = [r for r in switch.filling if not r.ready] + [read]
 
     def done(self, lease: Lease) -> None:
-        """Copies the experts that the pass used most from a computed unit into the cache."""
+        """After a unit is computed, copies the experts that the pass used most from its slot into the cache."""
         window = self._of_unit.get(lease.unit)
         if window is None or not window.routed:
             return
@@ -131,7 +131,7 @@ class Windows:
             window.loads = _wanted(switch, window.routed)
             switch.policy.vacate([place for _, place in window.loads])
         if lease.unit in self._filling:
-            # This pass's read has ended; with fewer units than slots, the next pass's may be running.
+            # This read has ended; if there are fewer units than slots, the one for the next pass may be running.
             self._filling.pop(lease.unit).ended()
         for stack in self._stacks[lease.unit]:
             n = switch.unit.tensors[stack.tensor].read_bytes
@@ -151,7 +151,7 @@ def _wanted(switch: CachedSwitch, routed: Sequence[mx.array]) -> list[Load]:
 
 
 def _stacks(u: StreamedUnit, places: dict[tuple[int, str], int]) -> list[_Stack]:
-    """Returns a unit's fields as tensors of a switch; none if any is not."""
+    """Returns a unit's fields as tensors of a switch; empty if one of them is not a switch's tensor."""
     found = []
     for p, f in zip(u.layer.parameters, u.unit.fields, strict=True):
         tensor = places.get((id(p.module), p.key))

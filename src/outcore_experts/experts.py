@@ -1,10 +1,10 @@
-"""Reads routed experts on demand: used ones are cached, and missing ones are read once a router has chosen them.
+"""Reads routed experts on demand: experts that were used are cached; others are read once a router has chosen them.
 
 A layer's switch is called with slot numbers in place of expert indices, and with the cache's arrays in place of its
-weights. A table that the graph looks up and the host writes says which slot holds which expert. So the graphs of a
+weights. A table says which slot holds which expert; the graph looks it up, and the host writes it. So the graphs of a
 layer and of the next one are built before the router's choice is known: at the next switch the host waits for the
-router, reads all missing experts at once and writes the table. Nothing that depends on the table is handed to the
-device before that.
+router, reads all missing experts at once and writes the table. Before that, nothing that depends on the table is handed
+to the device.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Experts:
 
     Args:
         advance: called before anything is handed to the device while a pass's graph is unfinished.
-        eager: wait for each router at its own switch, as the model evaluates inside its forward pass.
+        eager: wait for each router at its own switch, because the model evaluates arrays inside its forward pass.
 
     Attributes:
-        pooled: calls use the caches; otherwise all experts of a layer are in the ring's slot when it is called.
+        pooled: whether this pass's calls use the caches; if not, the ring's slot has all experts of a layer.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Experts:
             self.prefetch.begin()
         for each in self._switches:
             if not self.pooled:
-                # Copies between ring and caches ignore experts that are still arriving.
+                # Copies between ring and caches do not wait for prefetched experts, so wait here.
                 each.arrived(each.arriving, cancel=True)
             if each.policy.slots == each.unit.switch.experts:
                 self._fill(each)
@@ -112,8 +112,8 @@ class Experts:
         return self.pooled
 
     def end(self) -> None:
-        """Ends a pass and evaluates everything that uses the caches: by the time a caller, perhaps another thread,
-        evaluates the result, the caches may have changed."""
+        """Ends a pass and evaluates everything that uses the caches, because these may change before the caller,
+        perhaps another thread, evaluates the result."""
         self.settle()
         under_way = [s for s in self._switches if s.last]
         if under_way:
@@ -124,7 +124,7 @@ class Experts:
     def abandon(self) -> None:
         self._pending = None
         for switch in self._switches:
-            # Wait for the work that the device has; the rest cannot be evaluated. No caller needs the results.
+            # Waits for the device. Results that cannot be evaluated are not needed.
             with contextlib.suppress(RuntimeError):
                 mx.eval(switch.last)
             switch.last = []
@@ -150,7 +150,7 @@ class Experts:
                 if self._windows is not None:
                     self._windows.route(switch, indices)
                 return original(*args, **kwargs)
-            # Earlier work with this cache must be done before its table and slots change.
+            # Work that uses this cache must be done before its table and slots change.
             mx.eval(switch.last)
             switch.last = []
             if self._eager or min(indices.size, switch.unit.switch.experts) > switch.policy.slots:
@@ -193,10 +193,11 @@ class Experts:
     def _at_once(
         self, switch: CachedSwitch, original: Callable[..., Any], x: mx.array, indices: mx.array, rest: dict[str, Any]
     ) -> mx.array:
-        """Computes a call whose experts are known before its graph is built; in groups if they exceed the slots.
+        """Waits for the router and reads missing experts before the call is computed, in groups if they exceed the
+        slots.
 
-        Each group is computed for all tokens, so that the kernels are those of the whole call; results for experts of
-        other groups are discarded.
+        Each group is computed for all tokens, so that the kernels are those of the whole call; results of experts that
+        are not in the group are discarded.
         """
         self._advance()
         tokens = ExpertIndices(indices).by_token()
@@ -220,7 +221,7 @@ class Experts:
     # Memory
 
     def resize(self, slots: Sequence[int]) -> None:
-        """Changes the caches' sizes between passes. The most valuable experts stay; one layer's cache at a time exists
+        """Resizes the caches between passes. The most valuable experts stay. One layer's cache at a time is in memory
         twice."""
         self._pending = None
         for switch, count in zip(self._switches, slots, strict=True):
@@ -228,7 +229,7 @@ class Experts:
         clear_cache()
 
     def _fill(self, switch: CachedSwitch) -> None:
-        """Reads all experts if the cache has room for them, so that no call waits for a router."""
+        """If the cache has room for all experts, reads those that are missing, so that no call waits for a router."""
         if self.pooled == switch.stays:
             return
         if not self.pooled:
@@ -274,30 +275,30 @@ def experts_for(streaming: Streaming, profile: ModelProfile, plan: Plan) -> Expe
     return Experts(units, slots, streaming.metrics, device_kind(), streaming.advance, eager=streaming.evaluates)
 
 
-# Expert indices from which mlx-lm sorts them (``SwitchGLU``, mlx_lm/models/switch_layers.py).
+# With so many expert indices, mlx-lm sorts them (``SwitchGLU``, mlx_lm/models/switch_layers.py).
 SORTED = 64
 
 
 def same_kernel(numbers: int, experts: int, slots: int) -> bool:
-    """Whether Metal uses the same kernel with a cache as with all experts; kernels differ in the last bits.
+    """Whether Metal uses the same kernel with ``slots`` cached experts as with all; kernels differ in the last bits.
 
-    With at least 4 indices per expert of the array that is passed, sorted ones go to another kernel
-    (``GatherQMM::eval_gpu``, mlx/backend/metal/quantized.cpp, MLX 0.32.4). Not measured: nothing has run on Metal.
+    With at least 4 indices per expert of the array, sorted indices go to another kernel (``GatherQMM::eval_gpu``,
+    mlx/backend/metal/quantized.cpp, MLX 0.32.4). Not measured: nothing has run on Metal.
     """
     return numbers < SORTED or (numbers // experts >= 4) == (numbers // slots >= 4)
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A call whose experts are not known yet, and the prediction of the next layer's; None: there is none."""
+    """A call whose experts are not known yet. ``predicted``: the prediction for the next layer; None: there is none."""
 
     switch: CachedSwitch
     numbers: ExpertIndices
     predicted: ExpertIndices | None
 
 
-# Bytes up to which an array of a CUDA device lies where the host may look at it (``SmallSizePool``, MLX's
-# mlx/backend/cuda/allocator.cpp). A larger one is copied into new managed memory for that, and stays there.
+# An array of at most so many bytes is allocated where a CUDA device and the host can read it (``SmallSizePool``, MLX's
+# mlx/backend/cuda/allocator.cpp). A larger one is copied into new managed memory when the host reads it.
 SCALAR = 8
 
 
@@ -305,25 +306,25 @@ MOST_SCALARS = 32
 
 
 class ExpertIndices:
-    """Expert indices, (..., experts per token), on their way to the host; ``arrays`` are to be computed. ``scalars`` is
-    an integer dtype for arrays small enough that the host reads them faster."""
+    """Expert indices, (..., experts per token), on their way to the host. The caller evaluates ``arrays``. ``scalars``:
+    an integer dtype, to split few indices into arrays that are small enough for the host to read fast."""
 
     def __init__(self, indices: mx.array, *, scalars: mx.Dtype | None = None) -> None:
         self._width = indices.shape[-1]
         self.arrays = [indices]
         if scalars is not None and indices.size <= MOST_SCALARS:
-            # Cast last, as a slice would refer to a larger array.
+            # Cast after slicing: a slice alone would refer to a larger array.
             flat, each = indices.reshape(-1), SCALAR // scalars.size
             self.arrays = [flat[n : n + each].astype(scalars) for n in range(0, indices.size, each)]
 
     def by_token(self) -> npt.NDArray[np.int64]:
-        """Waits for the indices and returns them in the order of tokens; (tokens, experts per token)."""
+        """Waits for the indices; returns them as int64 (tokens, experts per token)."""
         found = [np.array(a).astype(np.int64).ravel() for a in self.arrays]
         return np.concatenate(found).reshape(-1, self._width)
 
 
 def _tables(experts: Sequence[int], device: str) -> list[mx.array]:
-    """Returns a uint32 table (n,) in host-writable memory for each ``n``."""
+    """Returns, for each ``n`` of ``experts``, a uint32 table (n,) in memory that the host can write to."""
     starts = [0, *itertools.accumulate(round_up(4 * n, GPU_ALIGN) for n in experts)]
     memory = Slot(starts[-1], device)
     whole = memory.array

@@ -1,4 +1,4 @@
-"""The module that ``outcore.engine.extensions.OnDemand`` describes."""
+"""The functions and classes that the core calls (``outcore.engine.extensions.OnDemand``)."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ Counts = tuple[tuple[int, int], ...]
 
 
 class CacheSizes:
-    """Resizes the expert caches of a running model between passes: smaller when memory is short or a text grows, and
-    back."""
+    """Resizes the expert caches of a running model between passes: when memory is short, or a text grows, or not any
+    more."""
 
     def __init__(self, session: Session, calibration: Calibration) -> None:
         self.session, self._calibration = session, calibration
-        self._before: Counts | None = None  # slots before they were reduced
+        self._before: Counts | None = None  # each layer's slots before they were reduced
 
     @property
     def spare(self) -> list[int]:
@@ -62,13 +62,13 @@ class CacheSizes:
         return [self._slot] * (_slots(self._whole) - _slots(self.session.plan.pools))
 
     def move(self, slots: int) -> int:
-        """Removes ``slots`` slots, or adds them if negative, in the proportions that layers had at first. Returns the
-        number."""
+        """Removes ``slots`` slots, or adds them if negative; layers keep their original proportions. Returns how
+        many."""
         now, whole = self.session.plan.pools, self._whole
         wanted = max(len(whole), min(_slots(whole), _slots(now) - slots))
         share = wanted / max(1, _slots(whole))
         counts = {i: max(1, int(n * share)) for i, n in whole}
-        for i, n in whole:  # distribute what rounding down left over
+        for i, n in whole:  # distribute the slots that rounding down left over
             counts[i] += counts[i] < n and sum(counts.values()) < wanted
         if (changed := tuple(counts.items())) == now:
             return 0
@@ -79,7 +79,7 @@ class CacheSizes:
     def fit(self, size: ModelSize, step: int | None, allowed: int) -> None:
         plan, fitting = self.session.plan, None
         steps = [step] if step else [s for s in prefill_steps(size.prompt) if s <= ENOUGH_STEP]
-        # Less than the budget may be free: if nothing fits into that, plan for the budget, as loading does.
+        # Less than the budget may be free now; if no plan fits into that, plan for the budget, as loading does.
         for room in (allowed, plan.budget_bytes):
             fitting = fitting or ON_DEMAND.best(
                 size,

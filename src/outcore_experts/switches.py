@@ -1,4 +1,4 @@
-"""Finds the routed experts of a model's layers: mlx-lm's switches (``mlx_lm.models.switch_layers``), by class."""
+"""Finds the routed experts of a model's layers: mlx-lm's switch modules (``mlx_lm.models.switch_layers``)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Switch:
     """A module that is called with hidden states and each token's expert indices.
 
     Attributes:
-        pieces: of the layer, those that hold the switch's weights.
-        streamed: indices of the layer's parameters that are stacked by expert.
-        held: parameters by expert that stay in memory: a scale for each expert, an adapter's arrays. Paths start at the
+        pieces: numbers of the layer's pieces that hold the switch's weights.
+        streamed: numbers of the layer's parameters that are stacked by expert.
+        held: parameters by expert that stay in memory: a scale for each expert, an adapter's arrays. Paths begin at the
             layer.
     """
 
@@ -36,8 +36,8 @@ def switches_in(layer: Layer) -> list[nn.Module]:
 
 
 def find_switch(layer: Layer, pieces: Sequence[Projection]) -> Switch | None:
-    """Returns a layer's switch; None if it has none or several, or if the experts' weights cannot be separated: they
-    share a piece with others, are not stacked by expert, or are all in memory (an adapter's)."""
+    """Returns a layer's switch; None if the layer has none or several, or if experts cannot be read one by one: they
+    share a piece with other weights, are not stacked by expert, or are all in memory (an adapter's)."""
     found = switches_in(layer)
     if len(found) != 1:
         return None
@@ -64,8 +64,7 @@ def find_switch(layer: Layer, pieces: Sequence[Projection]) -> Switch | None:
 
 
 def block_of(layer: Layer, switch: Switch) -> nn.Module | None:
-    """Returns the module inside a layer that contains the router and calls its switch; None if that is the layer
-    itself."""
+    """Returns the module that contains the router and calls the switch; None if that is the layer itself."""
     for module in modules(layer.module):
         if module is not layer.module and any(m is switch.module for m in module.children().values()):
             return module
@@ -73,7 +72,6 @@ def block_of(layer: Layer, switch: Switch) -> nn.Module | None:
 
 
 def _by_expert(module: nn.Module) -> bool:
-    """Whether a module has a matrix per expert, so that a vector of that length is one number per expert, not a
-    coincidence."""
+    """Whether a module has a matrix for each expert, so that a vector of that length is one number for each expert."""
     weight = module.get("weight")
     return isinstance(weight, mx.array) and weight.ndim == 3

@@ -1,13 +1,13 @@
-"""A multi-token-prediction head as a module: from a token's last hidden state and the next token, the one after it.
+"""A multi-token-prediction head: from a token's last hidden state and the next token, it predicts the token after that.
 
     x = project([embedding_norm(embedding of token i + 1); hidden_norm(hidden state of token i)])
     state of token i + 1 = norm(layer(x)),   logits of token i + 2 = model's head(state)
 
 The order and the norms are those of the sources named in ``layouts``. The hidden state is the input of the model's own
-head, behind the final norm: what ``Qwen3NextModel.forward`` and ``DeepseekV2Model.forward`` of vLLM return. (Heads fed
-with the state before it draft fluently and are right less often; llama.cpp's pull request 24025 has numbers.) For later
-tokens the head's own state takes its place, as in sglang. vLLM passes DeepSeek's on before ``shared_head.norm``; which
-of the two is right more often was not measured with trained weights of that family.
+head, after the final norm: what ``Qwen3NextModel.forward`` and ``DeepseekV2Model.forward`` of vLLM return. (Heads that
+get the state before that norm draft fluently and are right less often; numbers: llama.cpp's pull request 24025.) For
+further tokens the head gets its own state instead, as in sglang. vLLM takes DeepSeek's before ``shared_head.norm``;
+which of the two is right more often was not measured with trained weights of that family.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight")
 
 
 class MtpHead(nn.Module):
-    """The head; embeddings and the output head are the model's (``SharedParts``).
+    """The head without embeddings and output head, which are the model's (``SharedParts``).
 
     Args:
-        hidden: width of its states.
-        made: its layer.
+        hidden: width of the hidden states.
+        made: the head's layer.
     """
 
     def __init__(self, hidden: int, made: HeadLayer, eps: float) -> None:
@@ -63,7 +63,7 @@ class MtpHead(nn.Module):
         return KVCache() if self.caches == 1 else CacheList(*(KVCache() for _ in range(self.caches)))
 
     def __call__(self, embedded: mx.array, states: mx.array, cache: Cache | None = None) -> mx.array:
-        """States (1, tokens, hidden) of tokens from their embeddings and the states of the tokens before them."""
+        """Returns states (1, tokens, hidden), from the tokens' embeddings and the states of the tokens before them."""
         both = [self.embedding_norm(embedded), self.hidden_norm(states)]
         x = self.project(mx.concatenate(both, axis=-1))
         first = cache[0] if isinstance(cache, CacheList) else cache
@@ -81,7 +81,7 @@ class SharedParts:
         self._table, self.tap = inner.embed_tokens, HiddenTap(inner.norm)
 
     def embedded(self, ids: mx.array) -> mx.array:
-        """Embeddings (1, tokens, hidden) of ids (tokens,); rows are read from disk where the table lies there."""
+        """Returns embeddings (1, tokens, hidden) of ids (tokens,). Rows of a table on disk are read from there."""
         found: mx.array = self._table(ids[None])
         return found
 
@@ -91,12 +91,12 @@ class SharedParts:
 
 
 def text_model(model: Any) -> Any:
-    """The part of a model that has its trunk and ``args``."""
+    """Returns the part of a model that has ``args`` and the trunk: the language model if there are other parts."""
     return model.language_model if "language_model" in model else model
 
 
 def trunk(text: Any) -> Any:
-    """Embeddings, layers and the final norm, without the output head."""
+    """Returns the module with embeddings, layers and the final norm, without the output head."""
     return text.model
 
 
@@ -108,21 +108,21 @@ def has_mtp(lazy: LazyModel) -> bool:
     return find_mtp(lazy.checkpoint.tensors, count) is not None
 
 
-# From a parameter's path and dtype to the dtype that it is computed in; None: its own.
+# Maps a parameter's path and dtype to the dtype that it is computed in; None: its own.
 ComputeDtype = Callable[[str, mx.Dtype], mx.Dtype | None]
 
 
 def open_mtp(
     lazy: LazyModel, source: Path | None = None, compute_dtype: ComputeDtype = lambda *_: None
 ) -> MtpHead | None:
-    """A model's head, lazily and quantized as the model is; None if there is none.
+    """Returns a model's head, lazy, and quantized as the model is; None if there is none.
 
     Args:
         lazy: the model, before its layers are streamed.
-        source: the folder with the head's tensors; None: the model's own.
+        source: the folder with the head's tensors; None: the model's own folder.
 
     Raises:
-        UnsupportedModelError: its layout is unknown, or mlx-lm's classes cannot make it.
+        UnsupportedModelError: the head's layout is unknown, or mlx-lm's classes cannot make it.
         CheckpointError, MissingFileError, HeaderError: files are missing or damaged.
     """
     where = lazy.checkpoint.folder if source is None else source
@@ -161,7 +161,7 @@ def _open(lazy: LazyModel, text: Any, found: MtpTensors, compute_dtype: ComputeD
             return False
         return asked(path, module) if callable(asked) else True
 
-    # First as stored, then to the model's own bits: a draft need not be exact, and stays in memory.
+    # First as the head is stored, then to the model's bits, to save memory: drafts need not be exact.
     _quantize(head, how, lambda path, module: hasattr(module, "to_quantized") and f"{path}.scales" in weights)
     head.load_weights(list(weights.items()), strict=True)
     _quantize(head, how, chosen)
@@ -193,9 +193,9 @@ def _arrays(found: MtpTensors) -> tuple[dict[str, mx.array], dict[str, mx.array]
 
 
 def _sanitized(model: Any, inside: Mapping[str, mx.array], shifted: bool) -> dict[str, mx.array]:
-    """A layer's weights as mlx-lm uses them: ``sanitize`` gets them as those of the model's last layer.
+    """Returns the head's layer's weights as ``sanitize`` makes them of weights of the model's last attention layer.
 
-    Qwen's shifts norms if it finds a convolution of the original's shape, so it is given one.
+    Qwen's shifts norms if it finds a convolution of the original's shape, so it gets one.
     """
     prefix = f"model.layers.{attending(trunk(text_model(model)).layers)}."
     weights = {prefix + path: a for path, a in inside.items()}
@@ -206,7 +206,7 @@ def _sanitized(model: Any, inside: Mapping[str, mx.array], shifted: bool) -> dic
 
 
 def _stacked(layer: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Stacks experts that are stored one by one, where ``sanitize`` left them so."""
+    """Stacks the weights of experts that are still one tensor for each expert after ``sanitize``."""
     made: dict[str, mx.array] = {}
     experts: dict[str, dict[int, mx.array]] = defaultdict(dict)
     for path, a in layer.items():
@@ -220,7 +220,7 @@ def _stacked(layer: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def kv_bytes(head: MtpHead, hidden: int, dtype: mx.Dtype) -> int:
-    """Bytes of keys and values per token of its cache; computes nothing."""
+    """Returns the bytes of keys and values per token of the head's cache; builds a graph and computes nothing."""
     cache = head.make_cache()
     head(mx.zeros((1, 1, hidden), dtype), mx.zeros((1, 1, hidden), dtype), cache)
     held = [a for leaf in leaves(cache) for a in (leaf.keys, leaf.values) if a is not None]

@@ -1,7 +1,7 @@
 """Hidden states of a text's latest tokens, kept for the head that drafts from them.
 
-They need not be taken after each pass, and of a prompt, or of tokens found in a cache, there may be fewer states than
-tokens. So their memory does not depend on the text's length.
+At most ``WINDOW`` states are kept, so their memory does not depend on the text's length. States may be missing: of a
+prompt's first tokens, and of tokens that were found in a cache.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import mlx.nn as nn
 
 from outcore.modules.hooks import copy_of, swap
 
-# The most tokens whose states are held.
+# The most tokens whose states are kept.
 WINDOW = 256
 
 
 class HiddenTap:
-    """Records the output of a model's final norm, which its head receives; passes are not changed.
+    """Records the output of a model's final norm, which is the input of the model's head. Does not change it.
 
     Args:
-        norm: outside of layers, so that its weights are always in memory.
+        norm: the final norm. It belongs to no layer, so its weights are always in memory.
     """
 
     def __init__(self, norm: nn.Module) -> None:
@@ -40,7 +40,7 @@ class HiddenTap:
 
     @contextmanager
     def listening(self) -> Iterator[list[mx.array]]:
-        """Records the outputs of passes that this thread builds inside: arrays (1, tokens, hidden), not evaluated."""
+        """Records the outputs of passes that this thread builds meanwhile: arrays (1, tokens, hidden), unevaluated."""
         heard: list[mx.array] = []
         self._heard.now = heard
         try:
@@ -50,23 +50,23 @@ class HiddenTap:
 
 
 class HiddenStates:
-    """Hidden states by their token's place in a text; a ``HiddenKeeper``.
+    """Hidden states by the position of their tokens in a text; a ``HiddenKeeper``.
 
     Args:
-        tap: on the model's final norm.
-        window: the most tokens whose states are held.
+        tap: records the output of the model's final norm.
+        window: the most tokens whose states are kept.
     """
 
     def __init__(self, tap: HiddenTap, window: int = WINDOW) -> None:
         self._tap = tap
         self.window = window
-        self._first = 0  # first token of a prompt whose state is needed
-        self._parts: list[tuple[int, mx.array]] = []  # first token, and states (1, tokens, hidden); without gaps
+        self._first = 0  # position of the first token of a prompt whose state is needed
+        self._parts: list[tuple[int, mx.array]] = []  # position of the first token, states (1, tokens, hidden); no gaps
         self.end = 0
 
     @property
     def arrays(self) -> list[mx.array]:
-        """The states, to be evaluated with the pass that made them: an unevaluated one keeps its inputs alive."""
+        """The states. Evaluate them with the pass that made them: an unevaluated array keeps its inputs alive."""
         return [a for _, a in self._parts]
 
     def expect(self, tokens: int) -> None:
@@ -85,7 +85,7 @@ class HiddenStates:
     def _add(self, first: int, states: mx.array) -> None:
         if first > self.end:
             self._parts = []
-        # Tokens behind a restored snapshot are computed again; their states are here already.
+        # Tokens after a restored snapshot are computed again; their states are here already.
         known = max(0, self.end - first)
         if known < states.shape[1]:
             self._parts.append((first + known, states[:, known:] if known else states))
@@ -94,7 +94,7 @@ class HiddenStates:
             del self._parts[0]
 
     def settle(self) -> None:
-        """Drops a long part's older tokens, and with them their memory."""
+        """Drops the states of the oldest part's tokens that are outside of the window, and frees their memory."""
         if self._parts and (old := self.end - self.window - self._parts[0][0]) > 0:
             first, states = self._parts[0]
             own = copy_of(states[:, old:])
@@ -106,8 +106,8 @@ class HiddenStates:
         self.end = min(self.end, end)
 
     def take(self, known: int) -> tuple[int, mx.array] | None:
-        """Removes and returns the states (1, tokens, hidden) from the token ``known`` on, and the first token; later
-        ones where that is gone, None if there are none."""
+        """Removes all states. Returns the position of the first and the states (1, tokens, hidden), from token
+        ``known`` on or, if older ones are missing, later; None if there are none."""
         parts, self._parts = self._parts, []
         wanted = [
             (max(first, known), a[:, max(0, known - first) :]) for first, a in parts if first + a.shape[1] > known

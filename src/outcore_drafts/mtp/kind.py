@@ -1,4 +1,4 @@
-"""``--draft mtp``: the model's own multi-token-prediction head drafts, or that of the original it was made of."""
+"""``--draft mtp``: a multi-token-prediction head drafts, the model's own or one read from the original checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MtpHeads(DraftSource):
     def parse(self, asked: str, argument: str | None) -> str | None:
         if argument == "":
             raise UsageError(
-                f"{called('draft')} {asked}: give the original model, whose head it is, or leave the colon out"
+                f"{called('draft')} {asked}: give the original model's folder after the colon, or leave the colon out"
             )
         return argument
 
@@ -52,7 +52,7 @@ class MtpHeads(DraftSource):
             )
         folder = None
         if which is not None:
-            # The original's one file with the head is enough.
+            # A folder need not be a whole model: the one file with the head is enough.
             folder = Path(which) if Path(which).is_dir() else draft_folder(which)
         draft = draft_by_head(profile, folder)
         if draft is not None:
@@ -72,8 +72,8 @@ class MtpHeads(DraftSource):
 
 
 def draft_by_head(profile: ModelProfile, folder: Path | None) -> Draft | None:
-    """The draft by the model's head, from its own folder or this one; None where it has none. Raises as
-    ``open_mtp``."""
+    """Describes the draft by the model's head, read from ``folder`` or the model's own; None if there is no head.
+    Raises as ``open_mtp``."""
     head = open_mtp(profile.lazy, folder, profile.cast.target)
     if head is None:
         return None
@@ -91,7 +91,7 @@ def draft_by_head(profile: ModelProfile, folder: Path | None) -> Draft | None:
 
 
 class ByHead(Drafting):
-    """A head in memory. It is read before the model, as quantizing takes additional memory."""
+    """A head in memory. It is loaded before the model, because quantizing it takes additional memory."""
 
     kind = MTP
     holds_head = True
@@ -124,7 +124,7 @@ class ByHead(Drafting):
 
 
 def load_head(folder: Path | None, profile: ModelProfile) -> MtpHead:
-    """Loads the model's head array by array, so that quantizing needs additional memory for one array only."""
+    """Loads the head array by array, so that quantizing takes additional memory for one array only."""
     head = open_mtp(profile.lazy, folder, profile.cast.target)
     assert head is not None
     for _, array in tree_flatten(head.parameters()):

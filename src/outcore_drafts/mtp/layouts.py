@@ -1,9 +1,9 @@
 """Layouts of multi-token-prediction heads as data: the names of their tensors in original checkpoints (mlx-lm drops
-them), and the model's class of the head's layer.
+them), and the mlx-lm class that the head's layer is made of.
 
-The layouts were read in vLLM and sglang, whose files are named at each. All have a norm for the embedding and one for
-the hidden state, a projection of both, a layer and a final norm; embeddings and the output head are the model's own,
-even where a copy is stored with the head.
+The layouts were taken from vLLM and sglang; the files are named at each. All have a norm for the embedding and one for
+the hidden state, a projection of both, a layer and a final norm. Embeddings and the output head are always the model's
+own, even if a copy is stored with the head.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mlx_lm.models.cache import CacheList, KVCache
 from outcore.checkpoint.checkpoint import TensorInfo, read_header
 from outcore.errors import MissingFileError
 
-# Keys and values of a head. No sliding windows: guessed tokens have to be trimmed.
+# A head's caches. No sliding windows, because guessed tokens must be trimmed from them.
 Cache: TypeAlias = KVCache | CacheList
 
 
 @dataclass(frozen=True)
 class HeadLayer:
-    """A head's layer, called as the model's layers are; ``caches``: how many keys-and-values caches it takes, as one
-    list if several."""
+    """A head's layer, called as the model's layers are. ``caches``: its number of ``KVCache``; several are one
+    ``CacheList``."""
 
     module: nn.Module
     caches: int = 1
@@ -43,16 +43,16 @@ def attending(layers: Any) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """How originals name a head's tensors.
+    """How original checkpoints name a head's tensors.
 
     Attributes:
-        name: for people.
-        place: a pattern of whole names, with the number of the model's layers put in; the other attributes refer to its
-            group.
-        sign: the start of a name that no other layout in the same place has.
-        own: their names of the embedding norm, the hidden-state norm, the projection and the final norm.
+        name: for messages.
+        place: a pattern for whole names, in which LAYERS is the model's number of layers. Its group is the name inside
+            the head; the other attributes refer to that.
+        sign: the start of a name that only this layout has.
+        own: names of the embedding norm, the hidden-state norm, the projection and the final norm.
         kinds: mlx-lm's files that the model's layers may come from; empty: any.
-        layer: prefix of names inside its layer.
+        layer: prefix of the names inside the head's layer.
     """
 
     name: str
@@ -69,19 +69,19 @@ QWEN = Layout(
     "Qwen's", r"(?:.+\.)?mtp\.(.+)", "fc.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
     ("qwen3_next", "qwen3_5", "qwen3_5_moe"), "layers.0.",
 )  # fmt: skip
-# DeepSeek V3 and V3.2, GLM-4.5 and those after it (``DeepSeekMultiTokenPredictorLayer`` of vLLM's ``deepseek_mtp.py``,
-# ``DeepseekModelNextN`` of sglang's ``deepseek_nextn.py``): one layer more than the model has.
+# DeepSeek V3 and V3.2, GLM-4.5 and later (``DeepSeekMultiTokenPredictorLayer`` of vLLM's ``deepseek_mtp.py``,
+# ``DeepseekModelNextN`` of sglang's ``deepseek_nextn.py``): the head is stored as one layer more than the model has.
 DEEPSEEK = Layout(
     "DeepSeek's", r"(?:.+\.)?layers\.LAYERS\.(.+)", "enorm.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 )
 
-# The modules of a head outside of its layer, in the order of ``Layout.own``.
+# Our names of the modules in ``Layout.own``, in the same order.
 OWN = ("embedding_norm", "hidden_norm", "project", "norm")
 
 _SHARED = ("embed_tokens.", "shared_head.head.")
 _MTP = re.compile(r"(?:.+\.)?mtp[._].+")
 
-_REFUSED = {"step3p5": "it drafts with a head of its own for logits, which is not at hand here"}
+_REFUSED = {"step3p5": "it has an output head of its own, which Outcore does not support"}
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class MtpTensors:
     """A head's tensors.
 
     Attributes:
-        own: those outside of its layer, by path in the head (``project.weight``).
-        layer: those of its layer (``self_attn.q_proj.weight``).
-        converted: by mlx-lm, as the model's other tensors show.
+        own: those outside of the head's layer, by path in the head (``project.weight``).
+        layer: those of the head's layer (``self_attn.q_proj.weight``).
+        converted: whether mlx-lm converted the checkpoint.
     """
 
     layout: Layout
@@ -100,36 +100,36 @@ class MtpTensors:
     converted: bool
 
     def make_layer(self, text: Any, layers: Any) -> HeadLayer:
-        """The layer, of the class of the model's last layer that attends to all tokens, with random weights. ``text``:
-        the model's part with ``args``.
+        """Makes the head's layer as the model's last layer that attends to all tokens is made, with random weights.
+        ``text``: the model's part with ``args``.
 
         Raises:
-            ValueError: it cannot be made so.
+            ValueError: the layer cannot be made, or needs caches that cannot be trimmed.
         """
         kind = file_of(layers)
         if kind in _REFUSED:
             raise ValueError(_REFUSED[kind])
         if self.layout.kinds and kind not in self.layout.kinds:
-            raise ValueError(f"it is laid out as {self.layout.name}, which is not known of models of the type {kind}")
+            raise ValueError(f"its tensors are named as {self.layout.name}, unexpected in a model of type {kind}")
         at = attending(layers)
         caches = text.make_cache()[at] if hasattr(text, "make_cache") else KVCache()
         if not all(type(c) is KVCache for c in leaves(caches)):
-            raise ValueError(f"its layer would keep a {type(caches).__name__}, from which guesses cannot be taken back")
+            raise ValueError(f"its layer would need a {type(caches).__name__}, from which guesses cannot be trimmed")
         try:
             layer = type(layers[at])(text.args, at)
         except TypeError as e:
-            raise ValueError(f"layers of the type {kind} are made in another way") from e
+            raise ValueError(f"mlx-lm's layers of type {kind} cannot be made from the model's arguments alone") from e
         return HeadLayer(layer, len(leaves(caches)))
 
 
 def file_of(layers: Any) -> str:
-    """The mlx-lm file of a model's layers, which says more than the model type's name."""
+    """Returns the name of the mlx-lm file that defines the model's layers; several model types may use one."""
     return type(layers[attending(layers)]).__module__.rpartition(".")[2]
 
 
 def tensors_in(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a folder's safetensors files, which may be only those with the head; errors as of
-    ``read_header``."""
+    """Returns every tensor of the folder's safetensors files, by name; the folder may have only the file with the head.
+    Raises as ``read_header``."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise MissingFileError(f"{folder}: no safetensors files here; give the folder of the original model")
@@ -137,9 +137,9 @@ def tensors_in(folder: Path) -> dict[str, TensorInfo]:
 
 
 def find_mtp(tensors: Mapping[str, TensorInfo], layers: int) -> MtpTensors | None:
-    """The head among a checkpoint's tensors, the first of several; None if there is none in a known layout. ``layers``:
-    of the model."""
-    # mlx-lm's own test for converted checkpoints: a convolution's kernel comes last in originals only.
+    """Returns the first head among a checkpoint's tensors; None if there is none in a known layout. ``layers``: the
+    model's number of layers."""
+    # mlx-lm's own test for converted checkpoints: in originals a convolution's kernel is the last dimension.
     converted = any("conv1d.weight" in name and info.shape[-1] == 1 for name, info in tensors.items())
     near = {name: info for name, info in tensors.items() if "mtp" in name or f"layers.{layers}." in name}
     for layout in (QWEN, DEEPSEEK):
@@ -151,7 +151,7 @@ def find_mtp(tensors: Mapping[str, TensorInfo], layers: int) -> MtpTensors | Non
 
 
 def unknown_mtp(tensors: Mapping[str, TensorInfo]) -> str | None:
-    """A tensor that belongs to a head by its name, for where ``find_mtp`` finds none; None if there is none either."""
+    """Returns the name of a tensor that seems to belong to a head, in whatever layout; None: there is none."""
     return next((name for name in tensors if "mtp" in name and _MTP.fullmatch(name)), None)
 
 

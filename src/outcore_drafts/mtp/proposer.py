@@ -1,4 +1,4 @@
-"""Guesses by a model's multi-token-prediction head, from the model's last hidden states."""
+"""Proposes tokens by a multi-token-prediction head, from the model's last hidden states."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .layouts import Cache, leaves
 
 MTP = "mtp"
 
-# Tokens that the head follows at a time: few, since a plan has room for a chunk of the model's own activations, at
-# least as many, and none for the draft's.
+# Tokens that the head computes at a time. Few, since the plan reserves no activations for the head; they fit into
+# those of a chunk of the model.
 STEP = 16
 
 
 class MtpProposer:
-    """The head, applied again and again: its state of a guessed token takes the place of the model's own.
+    """Calls the head again and again: from the second guess on, its own state replaces the model's hidden state.
 
-    Its keys and values are those of the text's tokens from the first known hidden state on; those of guessed tokens are
-    dropped when the text goes on.
+    The head's cache has the text's tokens from the first available hidden state on. Guessed tokens are trimmed from it
+    when the text goes on.
 
     Args:
-        head, shared: in memory.
+        head, shared: the head and the model's parts that it uses, in memory.
         draw: as in ``Drafting.proposer``.
-        hidden: states of the text's tokens, except the last.
+        hidden: hidden states of the text's tokens, except the last.
     """
 
     name = MTP
@@ -40,9 +40,9 @@ class MtpProposer:
         self._shared, self._draw, self._hidden = shared, draw, hidden
         self._text: list[int] = []
         self._cache: Cache | None = None  # None until the head has followed some tokens
-        self._followed = 0  # tokens whose hidden states went into the head
+        self._followed = 0  # how many tokens' hidden states went into the head
         self._state: mx.array | None = None  # (1, 1, hidden): the head's state of the text's last token
-        self._chain: list[mx.array] = []  # the head's states of the tokens guessed since
+        self._chain: list[mx.array] = []  # the head's states of the tokens guessed after the text
 
     def give_up(self) -> None:
         self._head = self._state = None
@@ -75,7 +75,7 @@ class MtpProposer:
             return
         at, states = taken
         if at > self._followed or self._state is None or self._cache is None:
-            # Some states are missing: start anew from here.
+            # Some states are missing: begin a new cache from here.
             self._cache = self._head.make_cache()
         ids = self._text[len(self._text) - states.shape[1] :]
         for first in range(0, len(ids), STEP):
