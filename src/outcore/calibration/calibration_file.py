@@ -1,7 +1,7 @@
 """Stored calibrations, and the interface to the package that measures them (entry point group ``calibration``).
 
-There is one JSON file per machine, device, MLX version and disk, in the cache folder. One file collects the
-kinds of layers of several models.
+There is one JSON file per machine, device, MLX version and disk, in the cache folder. It collects the times of layers
+of several models.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..packages import modules
 from ..plan.machine_profile import Calibration
 
 FORMAT = "outcore-calibration"
-# The version written, and the versions read.
+# The schema that is written, and those that are read.
 SCHEMA, READ = 2, (1, 2)
 
 _WANTED = {"read_gbps", "read_latency_s", "sync_s", "weight_gbps", "io", "threads", "chunk", "kinds"}
@@ -40,10 +40,10 @@ Key = Mapping[str, str | int | None]
 
 
 def key_of(folder: Path, cpu_streams: int) -> Key:
-    """Returns what identifies a machine and disk: names, sizes and versions.
+    """Returns names, sizes and versions that identify a machine and a disk.
 
     Args:
-        folder: of a model; if it does not exist, its nearest existing parent.
+        folder: a model's folder, on the disk; if it does not exist, its nearest existing parent is used.
         cpu_streams: streams that linear layers are split over on the CPU device; 1 on a GPU.
     """
     while not folder.exists() and folder != folder.parent:
@@ -69,7 +69,7 @@ def file_of(key: Key) -> Path:
 
 
 def load_calibration(folder: Path, cpu_streams: int) -> Calibration | None:
-    """Returns the calibration of this machine and the disk of ``folder``; None if there is none that can be used."""
+    """Returns the stored calibration of this machine and the disk of ``folder``; None if there is no valid one."""
     try:
         key = key_of(folder, cpu_streams)
         document = parse_json(read_small(file_of(key), CONFIG_BYTES), twins=False)
@@ -82,7 +82,7 @@ def load_calibration(folder: Path, cpu_streams: int) -> Calibration | None:
 def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) -> Path:
     """Stores a calibration for this machine and the disk of ``folder``, and returns its file.
 
-    Keeps kinds of layers that only an earlier calibration has.
+    The file keeps the times of other kinds of layers that an earlier calibration has.
 
     Raises:
         CalibrationError: the cache folder cannot be written, or others could write to it.
@@ -102,7 +102,7 @@ def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) 
 
 
 def _calibration(found: Any) -> Calibration:
-    """Parses a calibration from JSON, every value of its declared type.
+    """Makes a calibration from parsed JSON, and checks the type and range of each value.
 
     Raises:
         ValueError: a value is missing, has the wrong type, or is out of range.

@@ -1,7 +1,7 @@
-"""Checks a machine once, before its first model: reads at odd offsets of the model's file, and a slot that is
-rewritten.
+"""Checks a machine once, before its first model: are reads at odd offsets of the model's file correct, and does the
+device see new bytes in a slot?
 
-A machine that fails would give wrong answers without an error, so nothing is loaded. Passing is recorded in the cache.
+A machine that fails would give wrong answers without an error, so nothing is loaded. The cache records a success.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ ADVICE = "outcore doctor says more; please report what it prints"
 
 
 def check_machine(files: Sequence[Path], io: str = "auto", unchanged: Callable[[], object] = lambda: None) -> None:
-    """Checks the machine, unless it passed with this version of MLX, device, disk and system.
+    """Checks the machine, unless it has passed with this version of MLX, device, disk and system.
 
     Args:
-        files: of the model; the first is read.
-        io: how they will be read.
-        unchanged: raises if the files were modified.
+        files: the model's weight files; the first is read.
+        io: how they will be read (``FileReader``).
+        unchanged: raises an error if the files were modified.
 
     Raises:
         UnsupportedModelError: streamed weights would be wrong on this machine.
-        ReadError, UsageError: the file cannot be read, or not that way.
+        ReadError, UsageError: the file cannot be read, or not with ``io``.
     """
     if not files:
         return
@@ -43,7 +43,7 @@ def check_machine(files: Sequence[Path], io: str = "auto", unchanged: Callable[[
         if known is not None and known.exists():
             return
     if wrong := wrong_reads(files[0], io):
-        # Two reads also differ if another process writes in between; that is not the machine's fault.
+        # The two reads also differ if another process writes between them; that is not the machine's fault.
         unchanged()
         wrong = wrong_reads(files[0], io)
         unchanged()
@@ -62,9 +62,9 @@ def check_machine(files: Sequence[Path], io: str = "auto", unchanged: Callable[[
 
 
 def mark(file: Path, io: str) -> Path | None:
-    """Returns the file whose existence records a passed check; None where none can be stored."""
+    """Returns the file whose existence records a passed check; None if none can be stored."""
     try:
-        # Hub folders hold links to files elsewhere.
+        # The Hub's folders have links to files that may be on another disk.
         key = {**key_of(file.resolve().parent, 1), "system": platform.release(), "io": io, "check": VERSION}
         return cache_dir() / FOLDER / xxhash.xxh64_hexdigest(repr(sorted(key.items())).encode())
     except (OSError, StoreError):

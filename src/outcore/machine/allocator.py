@@ -1,8 +1,8 @@
 """Limits of MLX's allocator, shared by all models of the process.
 
-Each model registers its needs; the previous limits return when the last model is closed. Metal neither compresses nor
-pages out wired memory (MLX's metal/resident.cpp; macOS 15). mlx-lm wires all that the device recommends while it
-generates, and nothing otherwise.
+Each model registers its needs; the limits from before are set again when the last model is closed. Metal neither
+compresses nor pages out wired memory (MLX's metal/resident.cpp; macOS 15). mlx-lm wires all that the device recommends
+while it generates, and nothing otherwise.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Needs:
-    """One model's needs in bytes; those of several models are added up.
+    """One model's needs in bytes. The limits are set to the sums over all models.
 
     Attributes:
         cache: freed memory that MLX may keep for reuse (``mx.set_cache_limit``); None: no preference.
-        memory: most bytes in use. Where any model ``waits``, MLX lets work finish before it allocates more than all
-            models use (``mx.set_memory_limit``).
-        wired: weights, slots and everything else planned (``mx.set_wired_limit``), capped at what the device
-            recommends, since MLX refuses more (metal/allocator.cpp).
+        memory: most bytes in use. If any model ``waits``, their sum becomes ``mx.set_memory_limit``: at it, MLX waits
+            for queued work to finish before it allocates more.
+        wired: weights, slots and everything else planned (``mx.set_wired_limit``), at most what the device recommends,
+            since MLX refuses more (metal/allocator.cpp).
     """
 
     cache: int | None = None
@@ -40,11 +40,10 @@ _STREAMS = 64
 
 
 def despite_old_errors(call: Callable[..., Any], *args: int) -> Any:
-    """Calls an MLX function again until errors of earlier work are cleared.
+    """Calls an MLX function, again and again until it raises no error of earlier work.
 
     Without a GPU, MLX waits for its streams in these calls (0.32.4, backend/no_gpu/allocator.cpp) and raises each
-    stream's earlier failure once, before it does anything. Nothing is lost: evaluating that work raises the same
-    failure.
+    stream's earlier failure once, before it does anything. No failure is hidden: evaluating that work raises it too.
     """
     for _ in range(_STREAMS):
         try:
@@ -60,18 +59,18 @@ def clear_cache() -> None:
     despite_old_errors(mx.clear_cache)
 
 
-# Share of the cache limit from which on MLX may already have released some freed memory.
+# From this share of the cache limit on, MLX may have released freed memory already.
 FULL = 0.9
 
 _most_held = 0
 
 
 def note_held() -> int:
-    """Returns bytes that MLX holds now, active and freed (what a budget counts), and records the maximum.
+    """Returns the bytes that MLX has now, active and freed (a budget limits both), and records the maximum.
 
-    MLX records only the peak of active memory. Held memory grows until MLX releases some, so it is recorded after
-    passes and before memory is released. At the cache limit MLX has released memory, and may have held a full cache at
-    the peak.
+    MLX itself records only the peak of active memory. Active and freed bytes together grow until MLX releases some, so
+    this is called after passes and before memory is released. Near the cache limit MLX has released some already; then
+    the maximum is taken as the peak of active memory plus the cache.
     """
     global _most_held
     kept = int(mx.get_cache_memory())
@@ -83,13 +82,13 @@ def note_held() -> int:
 
 
 def peak_held() -> int:
-    """Returns the most bytes that MLX is known to have held since ``reset_peak``, freed memory included."""
+    """Returns the most bytes that MLX is known to have had since ``reset_peak``, freed memory included."""
     note_held()
     return max(_most_held, int(mx.get_peak_memory()))
 
 
 def reset_peak() -> None:
-    """Clears the cache and starts both peaks anew."""
+    """Clears MLX's cache and begins new peaks: of ``peak_held`` and MLX's own."""
     global _most_held
     mx.clear_cache()
     _most_held = 0
@@ -97,14 +96,14 @@ def reset_peak() -> None:
 
 
 class AllocatorLimits:
-    """Sets the limits while any model needs them.
+    """Sets MLX's limits while any model needs them.
 
     Attributes:
-        counts: False once MLX's count of running tasks may be wrong.
+        counts: whether MLX's count of running tasks can be relied on; False after failed work.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a model may be collected while it is held
+        self._lock = threading.RLock()  # reentrant: the garbage collector may call ``_release`` inside it
         self._needs: dict[int, Needs] = {}
         self._releases: dict[int, weakref.finalize[Any, Any]] = {}
         self._limits: dict[str, tuple[int, int]] = {}  # the limits before, and those set here
@@ -115,8 +114,8 @@ class AllocatorLimits:
     def mistrust(self) -> None:
         """Stops setting a memory limit after failed work, since MLX might wait at it forever.
 
-        Where a task fails, queueing the next one may raise before the end of the first is recorded (``dispatch`` in MLX
-        0.32.4's cpu/encoder.h); near a memory limit MLX waits as long as any task counts as running.
+        If a task fails, queueing the next one may raise before MLX records the end of the first (``dispatch`` in MLX
+        0.32.4's cpu/encoder.h); near a memory limit MLX waits as long as it counts any task as running.
         """
         with self._lock:
             self.counts = False
@@ -143,7 +142,7 @@ class AllocatorLimits:
             return self._releases[id(owner)]
 
     def renew(self) -> None:
-        """Wires what models need again, in case another library changed the limit."""
+        """Sets the wired limit again, in case another library changed it."""
         with self._lock:
             wired = sum(n.wired for n in self._needs.values())
             if wired and mx.metal.is_available():
@@ -156,7 +155,8 @@ class AllocatorLimits:
                 self._apply()
 
     def _apply(self) -> None:
-        # Collecting a model meanwhile calls this again: then repeat. MLX hangs if a forked process sets limits.
+        # If a model is collected meanwhile, this is called inside itself: then repeat. A forked process must not set
+        # limits: MLX would hang.
         self._again = True
         if self._applying or os.getpid() != self._process:
             return

@@ -1,7 +1,7 @@
 """The cache folder for packed checkpoints and calibrations. Only its user may be able to write to it.
 
-Each user of a folder in it holds a shared lock on a file there. Removing the folder takes that lock exclusively, and
-the writer's too. The system releases locks when a process ends.
+A process that uses a folder in it takes a shared lock on a file there. Removing the folder requires that lock
+exclusively, and the writer's lock too. The system releases locks when a process ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from platformdirs import PlatformDirs
 from ..errors import StoreError
 from .settings import setting
 
-# Folder of ``outcore chat --session``: NAME.json, and NAME.lock, which the running chat holds.
+# Folder of ``outcore chat --session``: NAME.json, and NAME.lock, which the running chat locks.
 SESSIONS = "sessions"
 
 _ADVICE = "set OUTCORE_CACHE to a folder of your own"
@@ -51,7 +51,7 @@ def make_cache() -> Path:
 
     Raises:
         StoreError: as in ``cache_dir``.
-        OSError: it cannot be created; names the setting that chose it.
+        OSError: it cannot be created; the message names the setting that chose it.
     """
     path = cache_dir()
     try:
@@ -74,10 +74,10 @@ def keep_mark(file: Path | None) -> None:
 
 
 def require_own(path: Path) -> None:
-    """Refuses an existing folder that other users could write to: its files decide what models answer.
+    """Raises an error for an existing folder that other users could write to: its files decide what models answer.
 
-    The superuser may use anyone's folder, since containers mount folders of other users. A folder that everyone or a
-    group may write to is always refused.
+    The superuser may use anyone's folder, since containers mount folders of other users, but no folder that everyone or
+    its group may write to.
 
     Raises:
         StoreError: it belongs to another user, everyone or its group may write to it, or it is not a folder.
@@ -128,7 +128,7 @@ def keep_document(path: Path, document: Any) -> None:
 # Lock files in a folder: the writer's, and the users'.
 WRITER, USERS = ".lock", ".use"
 
-# State of the folder while each lock is held.
+# What ``state`` returns while a process has the lock.
 _LOCKS = {WRITER: "being written", USERS: "in use"}
 
 # Start of the name of a folder that is being removed.
@@ -136,7 +136,7 @@ REMOVED = "removed-"
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)
 
-# Lock descriptors by user (0: the process) and folder.
+# Descriptors of locked files, by ``id()`` of the user (0: the process) and folder.
 _held: dict[tuple[int, Path], int] = {}
 
 
@@ -147,11 +147,11 @@ class InUseError(StoreError):
 def keep(folder: Path, user: object | None = None) -> None:
     """Protects a folder of the cache from removal as long as ``user`` lives, and creates it if missing.
 
-    Waits while another process removes it. Does nothing outside the cache. On a read-only disk no lock is possible, and
-    no removal either.
+    Waits while another process removes it. Does nothing outside the cache folder, and on a read-only disk, where no
+    process can remove anything.
 
     Args:
-        user: an object; None: this process.
+        user: any object; None: until this process ends.
     """
     key = (0 if user is None else id(user), folder)
     if key in _held or not folder.is_relative_to(cache_dir()):
@@ -179,7 +179,7 @@ def kept(folder: Path, *, make: bool = True) -> Iterator[None]:
 
 
 def _hold(folder: Path, make: bool = True) -> int | None:
-    """Returns a descriptor that holds the users' lock, or None where locking is impossible."""
+    """Takes the users' lock and returns its descriptor; None if locking is impossible."""
     while True:
         try:
             if folder.is_symlink():
@@ -194,7 +194,7 @@ def _hold(folder: Path, make: bool = True) -> int | None:
         except FileNotFoundError:
             if not make:
                 return None
-            continue  # it was removed in between
+            continue  # the folder was removed after ``mkdir``
         except OSError:
             return None
         try:
@@ -224,7 +224,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def state(folder: Path) -> str | None:
-    """Returns ``in use``, ``being written``, or None where no process holds a lock."""
+    """Returns ``in use`` or ``being written``; None if no process has locked the folder."""
     for lock, what in ((p / n, w) for p in (folder, *_inside(folder)) for n, w in _LOCKS.items()):
         with suppress(OSError):
             fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
@@ -265,7 +265,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_empty(folder: Path) -> None:
-    """Removes an unused folder of the cache that contains only lock files."""
+    """Removes a folder of the cache if it contains only lock files and is unused."""
     with suppress(OSError, StoreError):
         if all(path.name in _LOCKS for path in folder.iterdir()):
             remove_folder(folder)

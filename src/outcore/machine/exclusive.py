@@ -1,11 +1,11 @@
 """Lets one thread at a time generate with a model, and postpones signals until it is safe to handle them.
 
-Slots, caches and MLX's streams belong to the generating thread. A generation holds the model from its first token to
-its end; other threads wait, as for a lock.
+Slots, caches and MLX's streams belong to the generating thread. It locks the model from a text's first token to its
+end; other threads wait.
 
-Meanwhile signals such as Ctrl-C are held: Python runs a signal's handler between any two instructions of the main
-thread, so its exception could leave work half done. Held signals are handled at ``interrupts.check`` or at the end of
-the block. Other threads can have a callback run at the same points.
+During a step, signals such as Ctrl-C are only noted: Python runs a signal's handler between any two instructions of the
+main thread, so its exception could leave work half done. Noted signals are handled at ``interrupts.check`` or at the
+end of the step. Other threads can register a callback that runs at ``interrupts.check`` (``asking``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .interrupts import POLL_S, check, moments
 
 Item = TypeVar("Item")
 
-# Seconds that other threads wait for a generation whose next token nothing requests.
+# Seconds that other threads wait while the generating thread asks for no further token.
 PATIENCE_S = 60.0
 
 
@@ -34,7 +34,7 @@ class Exclusive:
     """A lock for generating with a model.
 
     It is two locks, so that a model can be closed between two steps of a generation: ``hold`` for a whole generation,
-    ``with`` for each step. One thread may hold it several times, since its texts have separate caches.
+    ``with`` for each step. A thread may call ``hold`` several times, since its texts have separate caches.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, patience_s: float = PATIENCE_S) -> None:
@@ -52,10 +52,10 @@ class Exclusive:
         return self._steps > 0
 
     def hold(self) -> threading.Thread:
-        """Waits until no other thread generates, and keeps others out until ``give_back``.
+        """Waits until no other thread generates, then locks other threads out until ``give_back``.
 
         Returns:
-            The holder, to pass to ``give_back``, which another thread may call.
+            This thread, to pass to ``give_back``, which any thread may call.
 
         Raises:
             BusyError: another thread neither continues its text nor closes it.
@@ -80,7 +80,7 @@ class Exclusive:
                 taken = True
                 self._seen = self._clock()
         except BaseException:
-            # Handling a signal may raise after the lock was taken; the caller would not release it.
+            # A signal's handler may raise after the lock was taken; then the caller would not release it.
             if taken:
                 self.give_back(me)
             raise
@@ -95,7 +95,7 @@ class Exclusive:
                     self._changed.notify()
 
     def __enter__(self) -> None:
-        """Begins a step: no other thread computes, and signals are held."""
+        """Begins a step: until its end no other thread computes, and signals are only noted."""
         held.__enter__()
         try:
             while not self._step.acquire(timeout=POLL_S):
@@ -115,7 +115,7 @@ class Exclusive:
 
 
 def only(holder: threading.Thread) -> None:
-    """Refuses to continue a text in another thread than the one that began it.
+    """Checks that the thread that began a text continues it.
 
     Raises:
         BusyError: this is another thread.
@@ -131,15 +131,15 @@ def served(
 ) -> Iterator[Item]:
     """Yields from ``steps`` with exclusive use of the model; no signal interrupts a step.
 
-    Signals are handled between steps. If one raises, the item not yet yielded is rolled back: the exception is thrown
-    into ``steps`` at its last ``yield``.
+    Signals are handled between steps. If a handler raises, the item that was not yet yielded is rolled back:
+    ``NotHandedOut`` is thrown into ``steps`` at its last ``yield``.
 
     Args:
-        is_last: whether an item is the last one. ``steps`` then runs to its end before the item is yielded, which frees
-            the model for other threads; an error at its end is raised after that item, also on ``close``.
+        is_last: whether an item is the last one. If so, ``steps`` runs to its end before the item is yielded, so that
+            other threads can use the model; an error at its end is raised after that item, also on ``close``.
 
     Raises:
-        BusyError: another thread holds the model, or began this.
+        BusyError: another thread generates, or began this text.
     """
     holder = exclusive.hold()
     late: BaseException | None = None
@@ -154,7 +154,7 @@ def served(
             except StopIteration:
                 return
             except BaseException as e:
-                # An error before the step completed concerns the item yielded last, which is not rolled back.
+                # If the step did not complete, the last item was yielded and is not rolled back.
                 with exclusive:
                     pass_on(steps, NotHandedOut() if made else e)
                 raise
@@ -194,7 +194,7 @@ class NotHandedOut(BaseException):
 
 
 def pass_on(steps: Generator[Any, None, Any], error: BaseException) -> None:
-    """Throws an error into ``steps`` at its last ``yield``; only other errors come out."""
+    """Throws an error into ``steps`` at its last ``yield``. Raises only other errors, which this may cause."""
     try:
         steps.throw(error)
     except BaseException as e:
@@ -209,7 +209,7 @@ SIGNALS = tuple(
     if hasattr(signal, name)
 )
 
-# Skips the conversion to enumerations, which takes ten times as long; this runs before and after each token.
+# The functions without their conversion to enumerations, which takes ten times as long. They run at each token.
 _handler_of: Any = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _set_handler: Any = getattr(signal.signal, "__wrapped__", signal.signal)
 
@@ -222,7 +222,7 @@ _asked = _Asked()
 
 
 class _Held:
-    """Holds signals; reentrant. Does nothing outside the main thread, which alone handles signals."""
+    """Postpones signals; reentrant. Does nothing outside the main thread, the only one that handles signals."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -233,7 +233,7 @@ class _Held:
         if not _in_main_thread():
             return
         if self._depth == 0:
-            # SIGINT first, since it is the likeliest to arrive while the other handlers are set.
+            # SIGINT first, since it is the likeliest to arrive while handlers are replaced.
             try:
                 for number in SIGNALS:
                     handler = _handler_of(number)
@@ -254,7 +254,7 @@ class _Held:
             self._came.clear()
             self._give_back()
             for number in came:
-                # Raised again, for the current handler.
+                # Send it again, now for the program's own handler.
                 signal.raise_signal(number)
 
     def _give_back(self) -> None:
@@ -266,10 +266,10 @@ class _Held:
             self._came.append(number)
 
     def check(self) -> None:
-        """Handles held signals, then calls this thread's ``asking`` callback; exceptions of either are raised here."""
+        """Handles postponed signals, then calls this thread's ``asking`` callback. Raises what either raises."""
         while self._came and _in_main_thread():
             number = self._came.popleft()
-            # A handler may install another one.
+            # A handler may install another handler for its signal.
             _set_handler(number, self._handlers[number])
             try:
                 self._handlers[number](number, None)
@@ -284,7 +284,7 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-# ``with held:`` holds signals until the end of the block, or until ``interrupts.check``.
+# ``with held:`` postpones signals until the end of the block, or until ``interrupts.check``.
 held = _Held()
 
 moments.append(held.check)
@@ -292,7 +292,7 @@ moments.append(held.check)
 
 @contextmanager
 def asking(call: Callable[[], None]) -> Iterator[None]:
-    """Makes ``interrupts.check`` on this thread call ``call`` too; its exception breaks off the work."""
+    """Makes ``interrupts.check`` call ``call`` in this thread during the block; an exception of it ends the work."""
     before, _asked.call = _asked.call, call
     try:
         yield
@@ -300,16 +300,16 @@ def asking(call: Callable[[], None]) -> Iterator[None]:
         _asked.call = before
 
 
-# Where Linux lists a process's threads, and the most seconds to wait for an ended thread.
+# Where Linux lists a process's threads, and the most seconds to wait until an ended thread is not listed.
 TASKS, MOST_S = Path("/proc/self/task"), 10.0
 
 
 def join(thread: threading.Thread, timeout_s: float | None = None, tasks: Path = TASKS) -> None:
     """Waits until a thread has ended, in the operating system too.
 
-    Before Python 3.13, ``join`` waits only for the thread's Python code. MLX's compiled functions are destroyed after
-    it and need the GIL. If Python has shut down by then, the process aborts ("terminate called without an active
-    exception").
+    Before Python 3.13, ``Thread.join`` waits only for the thread's Python code. After that the thread destroys MLX's
+    compiled functions, for which it needs the GIL. If Python has shut down by then, the process aborts ("terminate
+    called without an active exception").
     """
     thread.join(timeout_s)
     if thread.is_alive() or sys.version_info >= (3, 13):

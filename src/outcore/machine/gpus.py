@@ -10,7 +10,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def nvidia_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """Returns the GPUs in ``CUDA_VISIBLE_DEVICES``, or else one for each device file."""
+    """Returns the GPUs' names in ``CUDA_VISIBLE_DEVICES``; if it is not set, a number for each device file."""
     if VISIBLE in environment:
         return [name for given in environment[VISIBLE].split(",") if (name := given.strip())]
     return [str(n) for n in range(sum(p.name[6:].isdecimal() for p in devices.glob("nvidia[0-9]*")))]
@@ -19,8 +19,8 @@ def nvidia_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) ->
 def leave_one(environment: MutableMapping[str, str], devices: Path = Path("/dev")) -> None:
     """Hides all GPUs but the first from a process that has not started CUDA.
 
-    Where MLX sees several, a thread's current device may be the last (MLX 0.32.4's ``CudaAllocator`` makes a stream on
-    each), and copying a host array to a buffer of the first fails: "cudaMemcpy ... invalid argument" (two H100s;
+    If MLX sees several, a thread's current device may be the last (MLX 0.32.4's ``CudaAllocator`` makes a stream on
+    each). Then copying a host array to a buffer of the first fails: "cudaMemcpy ... invalid argument" (two H100s;
     dev/log/upstream.md).
     """
     gpus = nvidia_gpus(environment, devices)

@@ -16,7 +16,7 @@ from . import mac
 from .device import on_cpu
 from .memory import text_of
 
-# Version of a package. Cached: parsing metadata each time took a tenth of loading a small model.
+# Returns a package's version. Cached: parsing metadata each time took a tenth of the time to load a small model.
 version = functools.cache(importlib.metadata.version)
 
 
@@ -41,11 +41,11 @@ def filesystem(folder: Path) -> str:
     return _mounted_at(folder.resolve(), folder.stat().st_dev if folder.exists() else None)
 
 
-@functools.cache  # every load needs it, and the system's list is long
+@functools.cache  # every load calls it, and the system's list is long
 def _mounted_at(folder: Path, number: int | None) -> str:
     partitions = psutil.disk_partitions(all=True)
     mounts = [p for p in partitions if folder.is_relative_to(p.mountpoint)]
-    if sys.platform == "darwin":  # most of / is on another volume there, which no path shows
+    if sys.platform == "darwin":  # most folders of / are on another volume, which their paths do not show
         mounts = [p for p in partitions if number == Path(p.mountpoint).stat().st_dev] or mounts
     mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
     if mount is None:

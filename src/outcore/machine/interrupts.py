@@ -8,7 +8,7 @@ from collections.abc import Callable
 # Seconds between two checks of a wait.
 POLL_S = 0.05
 
-# Called at each check; an exception breaks off the work. ``exclusive`` adds to it.
+# Callbacks of ``check``; an exception of one ends the work. ``exclusive`` adds one.
 moments: list[Callable[[], None]] = []
 
 

@@ -1,7 +1,7 @@
 """Keeps MLX's compiled CUDA kernels in the cache folder.
 
 MLX compiles a kernel when it is first needed, in seconds to half a minute, and stores it in the temporary folder.
-Metal's kernels come compiled, and the CPU's take a second.
+Metal's kernels are compiled already, and compiling the CPU's takes a second.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .hardware import version
 # Environment variable for MLX's folder of CUDA kernels, read when it compiles the first.
 FOLDER = "MLX_PTX_CACHE_DIR"
 
-# Seconds after which an unchanged incomplete kernel is considered abandoned.
+# An incomplete kernel that has not changed for so many seconds is abandoned: its process was killed.
 HALF_S = 120.0
 
 
 def keep_kernels() -> Path | None:
     """Makes MLX store compiled kernels in the cache folder, unless the user chose another; returns the folder.
 
-    Removes incomplete kernels, since MLX would load them. MLX writes a kernel's source last. Returns None without CUDA,
-    or where MLX chooses the folder.
+    Removes incomplete kernels, since MLX would load them; complete ones have their source, which MLX writes last.
+    Returns None without CUDA, or if MLX chooses the folder.
     """
     if not on_cuda():
         return None
@@ -51,7 +51,7 @@ def keep_kernels() -> Path | None:
     if given is not None and given != str(own):
         return Path(given) if given else None
     os.environ[FOLDER] = str(own)
-    keep(own)  # MLX may read and write there at any time
+    keep(own)  # until this process ends: MLX may read and write there at any time
     with contextlib.suppress(OSError):
         for kernel in own.rglob("*.ptx"):
             source = kernel.with_suffix(".cu")

@@ -1,4 +1,4 @@
-"""Facts from macOS's ``sysctlbyname(3)``. Never tried on a Mac."""
+"""Values that macOS reports through ``sysctlbyname(3)``. Never tried on a Mac."""
 
 from __future__ import annotations
 

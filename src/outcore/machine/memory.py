@@ -23,13 +23,13 @@ import psutil  # type: ignore[import-untyped]
 from . import mac
 from .settings import SHARED_BY
 
-# default_budget leaves the rest for other programs, for the page cache of buffered reads, and for what the budget does
-# not count (MLX's kernels, thread stacks, malloc's slack). A limit of this process alone needs less reserve.
+# Shares of available memory. ``default_budget`` leaves the rest for other programs, for the page cache, and for memory
+# that a budget does not count (MLX's kernels, thread stacks, malloc's slack). ``OWN``: only this process has the limit.
 OWN_SHARE, COMMON_SHARE = 0.9, 0.8
-# Python, MLX, mlx-lm and a tokenizer of 150,000 words: 180 MB resident on Linux, MLX 0.32.4.
+# Memory of Python, MLX, mlx-lm and a tokenizer of 150,000 words: 180 MB resident on Linux, MLX 0.32.4.
 PROCESS_BYTES = 200_000_000
-_LEAST_RESERVE = 64_000_000  # for growth, even where the process is already that large
-_UNLIMITED = 2**60  # cgroup v1 writes "no limit" as 2**63 less a page
+_LEAST_RESERVE = 64_000_000  # for growth of the process, even if it has ``PROCESS_BYTES`` already
+_UNLIMITED = 2**60  # larger limits are none: cgroup v1 writes "no limit" as 2**63 less a page
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class MemoryLimit:
         total: the most that it allows.
         available: what can still be allocated, from 0 to `total`.
         source: name for the user: `machine`, `/sys/fs/cgroup/app/memory.max`, `RLIMIT_AS`, `Metal`.
-        common: shared with other programs.
+        common: whether other programs share it.
     """
 
     total: int
@@ -50,7 +50,7 @@ class MemoryLimit:
 
 
 def process_memory_limit(root: Path = Path("/")) -> MemoryLimit:
-    """Returns the limit with the least available; of equals, the smaller total."""
+    """Returns the limit with the fewest bytes available; of equal ones, that with the smaller total."""
     return min(memory_limits(root), key=lambda limit: (limit.available, limit.total))
 
 
@@ -68,9 +68,9 @@ def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
 def warning_room() -> int | None:
     """Returns bytes that can be wired before macOS warns of memory pressure; None on other systems.
 
-    xnu warns where active, inactive and free pages are fewer than compressed ones, and until they exceed them by half
-    (``VM_PRESSURE_NORMAL_TO_WARNING``, osfmk/vm/vm_pageout.c, xnu-11417). Wiring pages, as a GPU does with weights,
-    reduces the former. psutil does not report compressed pages, so they are computed as the remainder.
+    xnu begins to warn when active, inactive and free pages together are fewer than compressed ones, and stops when they
+    are half more (``VM_PRESSURE_NORMAL_TO_WARNING``, osfmk/vm/vm_pageout.c, xnu-11417). Wired pages, such as weights on
+    the GPU, are none of these. psutil does not report compressed pages: they are all pages that it does not list.
     """
     if mac.pressure_level() is None:
         return None
@@ -80,14 +80,14 @@ def warning_room() -> int | None:
 
 
 def default_budget(limit: MemoryLimit | None = None) -> int:
-    """Returns the default budget in bytes: a safe share of available memory, less what Python will still take.
+    """Returns the default budget in bytes: a safe share of available memory, less what Python will still allocate.
 
-    `share * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, at least 0. On macOS, at most what can be wired
-    before a memory pressure warning but at least half of the former, since a warning stops nothing; 0 at critical
-    pressure. Ranks on one host divide it.
+    `share * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, at least 0. On macOS it is reduced to
+    ``warning_room``, but to half at most, since a warning stops nothing; at critical pressure it is 0. Ranks on one
+    host divide the available memory.
 
     Args:
-        limit: this process's by default.
+        limit: the limit to keep; None: ``process_memory_limit()``.
     """
     level, room = (mac.pressure_level(), warning_room()) if limit is None else (None, None)
     limit = limit or process_memory_limit()
@@ -100,7 +100,7 @@ def default_budget(limit: MemoryLimit | None = None) -> int:
 
 
 def last_resort(limit: MemoryLimit | None = None) -> int:
-    """Returns bytes that may be planned with where `default_budget` is too small for a model to run at all."""
+    """Returns the largest budget in bytes to use for a model that does not run within `default_budget`."""
     limit = limit or process_memory_limit()
     return max(0, limit.available // shared_by() - _LEAST_RESERVE)
 
@@ -117,10 +117,10 @@ def rss() -> int:
 
 
 def peak_rss(root: Path = Path("/")) -> int:
-    """Returns the most bytes of this process that were ever resident.
+    """Returns the most bytes of this process that were resident at any time.
 
-    On Linux from VmHWM, since getrusage inherits the parent's peak (measured: under a parent of 500 MB a fresh Python
-    reports 500 MB, VmHWM 9 MB).
+    Linux's value is VmHWM, since getrusage begins with the parent's peak (measured: in a new Python whose parent has
+    500 MB, getrusage reports 500 MB, VmHWM 9 MB).
     """
     status = fields_of(root / "proc/self/status")
     if "VmHWM" in status:
@@ -130,7 +130,7 @@ def peak_rss(root: Path = Path("/")) -> int:
 
 
 def share_one_heap() -> None:
-    """Makes new threads allocate from one glibc heap, since ``free_heap`` cannot shrink others (mallopt(3),
+    """Makes new threads allocate from glibc's main heap, the only one that ``free_heap`` shrinks (mallopt(3),
     malloc_trim(3))."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX, malloc.h
@@ -139,7 +139,7 @@ def share_one_heap() -> None:
 def free_heap() -> None:
     """Returns freed memory to the system, which Python and the C library would keep."""
     gc.collect()
-    with suppress(AttributeError, OSError):  # glibc alone has it
+    with suppress(AttributeError, OSError):  # only glibc has ``malloc_trim``
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -147,7 +147,7 @@ def device_limits() -> tuple[MemoryLimit, ...]:
     """Returns the memory limit of MLX's default device: Metal's working set, or a CUDA card's memory."""
     info, held, cached = mx.device_info(), mx.get_active_memory(), mx.get_cache_memory()
     if mx.metal.is_available() and (total := int(info.get("max_recommended_working_set_size", 0))):
-        # MLX reports the value at the process's start; the user may have lowered it since.
+        # MLX reports the value from the process's start; the user may have lowered it since.
         total = min(total, mac.wired_limit() or total)
         return (_limit(total, held + cached, "Metal working set", common=True),)
     # MLX's device.h: free_memory exists only on CUDA. MLX's own cache can be used again.
@@ -158,7 +158,7 @@ def device_limits() -> tuple[MemoryLimit, ...]:
 
 
 def rlimits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """Returns the soft RLIMIT_AS and RLIMIT_DATA where they are set and enforced: on Linux, see getrlimit(2)."""
+    """Returns the soft RLIMIT_AS and RLIMIT_DATA that are set. Only on Linux, which enforces them (getrlimit(2))."""
     status = fields_of(root / "proc/self/status")
     limits = text_of(root / "proc/self/limits")
     found = []
@@ -181,8 +181,8 @@ def cgroup_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
             continue
         total_ = "" if version == 2 else "total_"
         used -= stat.get(f"{total_}inactive_file", 0) + stat.get(f"{total_}active_file", 0)
-        # Beyond memory.high the kernel throttles processes. Limits of groups above a v1 mount are visible, the groups
-        # are not.
+        # Beyond memory.high the kernel throttles processes. memory.stat of v1 also has the limit of groups above the
+        # mount, whose folders are not visible.
         names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
         totals = [(_number_in(folder / name), name) for name in names]
         if (above := stat.get("hierarchical_memory_limit")) is not None and above < (totals[0][0] or 0):
@@ -220,7 +220,7 @@ def _limit(total: int, used: int, source: str, common: bool = False) -> MemoryLi
 
 
 def text_of(path: Path) -> str:
-    """Returns the file's text; empty where it is missing or unreadable."""
+    """Returns the file's text; empty if it is missing or cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -248,12 +248,12 @@ class Pressure:
 
     Attributes:
         limits: every limit on this process's memory; never empty.
-        swap_ins: pages of 4 KiB, of the whole machine.
+        swap_ins: pages of 4 KiB that the machine has read from swap.
         major_faults: page faults of this process that waited for a disk; reads into slots cause none.
         oom: how often the control groups could free no more memory.
-        oom_kill: processes that the kernel killed for memory. How often groups reached their limit is not read: page
-            cache alone fills them.
-        under_oom: tasks of the group wait for memory (v1).
+        oom_kill: processes of this group that the kernel killed for memory. Not counted: how often groups reached their
+            limit, since page cache alone fills them.
+        under_oom: whether tasks of a group wait for memory (v1).
         macos_level: 1 normal, 2 warning, 4 critical.
         warning_room: bytes that can be wired before macOS warns.
     """
@@ -285,7 +285,7 @@ def read_pressure(root: Path = Path("/")) -> Pressure:
 
 
 def _events(folders: list[tuple[int, Path]]) -> tuple[int, int, bool]:
-    """Returns out-of-memory events of the groups, processes killed in this one, and whether tasks wait for memory."""
+    """Returns ``oom`` of all the groups, ``oom_kill`` of this process's own, and ``under_oom``, as in ``Pressure``."""
     oom = killed = 0
     under_oom = False
     own: set[int] = set()  # versions whose own group was seen

@@ -1,5 +1,5 @@
-"""Preserves the caller's random state: a seed gives the same numbers whatever was loaded, packed or measured in
-between."""
+"""Preserves the caller's random state: after a seed, random numbers are the same even if something is loaded, packed or
+measured before they are drawn."""
 
 from __future__ import annotations
 

@@ -32,20 +32,20 @@ KEYS = {"memory": "4GB", "model": "mlx-community/Qwen3-8B-4bit", "cache": "~/out
 # Variable for the number of ranks that divide this host's memory.
 SHARED_BY = "OUTCORE_MEMORY_SHARED_BY"
 
-# Most bytes of a configuration file; devices have no end.
+# Most bytes of a configuration file: a device given as one would never end.
 LONGEST = 1 << 20
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value, and the variable or key that it comes from."""
+    """A setting's value, and where it comes from: a variable, or a configuration file and its key."""
 
     value: str
     source: str
 
 
 def setting(key: str) -> Setting | None:
-    """Returns the setting for one of ``KEYS``; None where there is none.
+    """Returns the setting for one of ``KEYS``, from its variable or the file; None if neither has it.
 
     Raises:
         UsageError: the file or the value cannot be used.

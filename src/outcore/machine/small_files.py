@@ -12,13 +12,13 @@ from typing import Any
 
 from ..sizes import format_size
 
-# Most bytes of a configuration; one with an entry for each quantized matrix takes a few million.
+# Most bytes of a configuration; one with an entry for each quantized matrix has a few million.
 CONFIG_BYTES = 16 << 20
 
 # Most bytes of an index of tensors, and of a safetensors header, as in the reference implementation.
 INDEX_BYTES = 100_000_000
 
-# Most bytes of a tokenizer file; the largest vocabularies take 35 million.
+# Most bytes of a tokenizer file; those of the largest vocabularies have 35 million.
 TOKENIZER_BYTES = 1 << 28
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | getattr(os, "O_CLOEXEC", 0)
@@ -65,7 +65,7 @@ def parse_json(raw: bytes, *, twins: bool = True) -> Any:
     """Parses a JSON document.
 
     Args:
-        twins: allow repeated names in one object; the last counts.
+        twins: whether an object may have a name twice; its last value counts.
 
     Raises:
         ValueError: not JSON, nested too deeply, or an integer of thousands of digits.
