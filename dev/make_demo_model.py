@@ -3,7 +3,7 @@
     python dev/make_demo_model.py MODELS_FOLDER
 
 MODELS_FOLDER holds py-qwen35-28m and LICENSE-PSF.txt. float32 scales and activations, because MLX's CPU kernels
-multiply those about 9 times faster than bfloat16 ones (dev/LOG.md); a GPU does not care.
+multiply those about 9 times faster than bfloat16 ones (two cores); a GPU does not care.
 """
 
 import shutil
