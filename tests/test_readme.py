@@ -16,7 +16,7 @@ from outcore.cli.commands import commands
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^()\s]+)\)")
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("tests/**/*.md"))]
+PAGES = [p for pages in ("*.md", "docs/*.md", "dev/**/*.md", "tests/**/*.md") for p in sorted(ROOT.glob(pages))]
 
 
 def _setup() -> Any:
