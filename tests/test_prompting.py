@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import chat_tokenizers
 from outcore.checkpoint.tokenizer import load_tokenizer
-from outcore.decode.sampling import OwnSampler
+from outcore.decode.sampling import SAMPLING, OwnSampler
 from outcore.errors import RequestError
 from outcore.serve.choice import request_of
 from outcore.serve.events import Called, GenerationRequest, Sampling, TextPart
@@ -282,3 +283,5 @@ def test_xtc_spares_newlines_and_ends_as_in_mlx_lms_server(demo: TokenizerWrappe
     sampler = request_of(1, Prompter(demo).prepare(request), request).sampler
     assert isinstance(sampler, OwnSampler)
     assert sampler._sampler.xtc_special_tokens == [*demo.encode("\n"), *demo.eos_token_ids]
+    others = {field.name for field in fields(Sampling)} - set(SAMPLING) - {"temperature", "seed", "logit_bias"}
+    assert all(name.endswith(("_penalty", "_context_size")) for name in others)

@@ -23,7 +23,7 @@ import zoo
 from outcore.cli.main import main
 from outcore.decode import one_text, text_drafts
 from outcore.decode.one_text import Sampler
-from outcore.decode.sampling import MlxLmSampler, make_sampler
+from outcore.decode.sampling import SAMPLING, MlxLmSampler, make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import TextState
 from outcore.decode.speculative.proposers import Both, Guess, NGram, Proposer, drawn
@@ -422,7 +422,12 @@ def test_a_text_that_leaves_no_room_for_guesses_says_so(tmp_path: Path) -> None:
 
 def test_samplers_are_mlx_lms() -> None:
     logprobs = mx.log(mx.softmax(mx.random.normal((4, 50)) * 3, axis=-1))
-    for options in ({"temp": 0.7}, {"temp": 1.0, "top_p": 0.8}, {"temp": 0.6, "min_p": 0.1}, {"temp": 2.0, "top_k": 5}):
+    every: list[dict[str, float]] = [
+        {"temp": 1.0, "top_p": 0.8}, {"temp": 0.6, "min_p": 0.9, "min_tokens_to_keep": 3},
+        {"temp": 2.0, "top_k": 5}, {"temp": 0.7, "xtc_probability": 1.0, "xtc_threshold": 0.05},
+    ]  # fmt: skip
+    assert set().union(*every) == set(SAMPLING)
+    for options in every:
         mx.random.seed(3)
         theirs = mlx_lm_sampler(**options)(logprobs)
         mx.random.seed(3)

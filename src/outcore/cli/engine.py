@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.positions import config_of
 from ..checkpoint.tokenizer import load_tokenizer
-from ..decode.sampling import SAMPLING, check_sampling, make_sampler
+from ..decode.sampling import check_sampling, make_sampler
 from ..decode.speculative.drafting import check_draft_length
 from ..engine.session import Session
 from ..errors import UsageError
@@ -32,7 +32,7 @@ from ..serve.parsing import Stopper
 from ..sizes import format_size
 from ..text import counted, one_line
 from .console import PlainConsole
-from .flags import cache_options, model_name, text_of
+from .flags import cache_options, model_name, sampling_options, text_of
 from .output import say, tell
 
 # Ends the loader's description of work that it does on first use only.
@@ -199,7 +199,7 @@ def open_tokenizer(
     text = config.get("text_config")
     given = (part.get("vocab_size") for part in (config, text if isinstance(text, dict) else {}))
     sizes = [n for n in given if isinstance(n, int) and n > 0] or [len(tokenizer.get_vocab())]
-    check_sampling(**{name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}, vocabulary=sizes[0])
+    check_sampling(**sampling_options(args), vocabulary=sizes[0])
     args.preset.prepare(tokenizer, **preset)
     return folder, tokenizer
 
@@ -212,13 +212,7 @@ def draft_tokens(args: argparse.Namespace) -> dict[str, int]:
 
 def generation_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> dict[str, Any]:
     sampler = make_sampler(
-        args.temp,
-        args.top_p,
-        args.min_p,
-        getattr(args, "min_tokens_to_keep", 1),
-        top_k=args.top_k,
-        xtc_probability=args.xtc_probability,
-        xtc_threshold=args.xtc_threshold,
+        **sampling_options(args),
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
         coupled=args.seed is not None,
     )

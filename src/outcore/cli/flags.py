@@ -59,11 +59,11 @@ _FLAGS = [
         flag("--top-p", "Sample from the likeliest tokens whose probabilities add up to this; 1.0 for all.", 1.0),
         flag("--top-k", "Sample from this many of the likeliest tokens; 0 for all.", 0),
         flag("--min-p", "Leave out tokens less likely than this fraction of the likeliest one.", 0.0),
-        flag("--min-tokens-to-keep", "Fewest tokens that --min-p leaves.", 1),
         flag(
             "--xtc-probability", "Probability of leaving out all but the least likely of the likely tokens (XTC).", 0.0
         ),
         flag("--xtc-threshold", "Probability from which XTC counts a token as likely.", 0.1),
+        flag("--min-tokens-to-keep", "Fewest tokens that --min-p leaves.", 1),
         flag(
             "--seed",
             "Random seed; the same seed gives the same text, with or without drafts. Default: random.",
@@ -109,6 +109,7 @@ GROUPS = {
     "engine-flags": [each.name for each in _ENGINE],
     "output-flags": [each.name for each in _OUTPUT],
     "model-flags": ["model_named", "model", "revision", "trust-remote-code"],
+    "sampling-flags": [each.name for each in _FLAGS if each.group == "sampling" and each.name != "seed"],
 }
 
 
@@ -131,6 +132,10 @@ def loading_options(args: argparse.Namespace) -> dict[str, Any]:
     if hasattr(args, "prompt_tokens"):
         given["prompt"] = args.prompt_tokens
     return given
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(args).items() if name.replace("_", "-") in GROUPS["sampling-flags"]}
 
 
 def check_numbers(args: argparse.Namespace) -> None:
@@ -176,7 +181,6 @@ def model_name(model: str) -> str:
     return given.resolve().name if given.exists() else model
 
 
-_SAMPLING = "temp top-p top-k min-p xtc-probability xtc-threshold"
 _CACHE = "kv-bits kv-group-size quantized-kv-start"
 _DRAFT = "draft num-draft-tokens"
 _ROOM = "longer texts get room when they come. Default: 2048, or what fits"
@@ -226,14 +230,15 @@ GENERATE: list[str | Flag] = [
         type=lambda text: text.lower() not in ("false", "f"),
         default=True,
     ),
-    f"{_SAMPLING} min-tokens-to-keep seed max-kv-size prompt-cache-file {_CACHE}",
+    f"sampling-flags seed max-kv-size prompt-cache-file {_CACHE}",
     f"prefix-cache prefill-step-size quantize-activations engine-flags priority {_DRAFT} output-flags",
 ]
 
 CHAT: list[str | Flag] = [
     "model-flags adapter-path",
     FLAGS["max-tokens"].but(default=256),
-    f"system-prompt chat-template-config extra-eos-token {_SAMPLING}",
+    "system-prompt chat-template-config extra-eos-token",
+    *(each for each in named(["sampling-flags"]) if each.name != "min-tokens-to-keep"),
     FLAGS["seed"].but(help="Random seed; the same seed gives the same answers, with or without drafts.", default=0),
     FLAGS["context"].but(help=f"Tokens of conversation to reserve memory for; {_ROOM}; 256 over several machines."),
     flag(

@@ -30,7 +30,7 @@ from ..serve.server import Deadline, Server, listen, url
 from ..serve.site import Site
 from ..text import counted, one_line, shortened
 from .commands import Preset
-from .flags import check_numbers, loading_options, template_options, text_of
+from .flags import check_numbers, loading_options, sampling_options, template_options, text_of
 from .output import tell
 
 if TYPE_CHECKING:
@@ -109,17 +109,15 @@ def names_of(args: argparse.Namespace) -> list[str]:
 
 def defaults_of(args: argparse.Namespace) -> Defaults:
     check_numbers(args)
-    check_sampling(temp=args.temp, top_p=args.top_p, min_p=args.min_p, top_k=args.top_k)
-    sampling = Sampling(
-        temperature=float(args.temp), top_p=float(args.top_p), min_p=float(args.min_p), top_k=args.top_k
-    )
+    given = sampling_options(args)
+    check_sampling(**given)
     flag, most = "--chat-template-config", None if args.max_tokens == -1 else args.max_tokens
     try:
         template = requests.template_options(template_options(args.chat_template_config), flag)
     except RequestError as e:
         raise UsageError(str(e)) from None
     preset: Preset = args.preset
-    return preset.defaults(Defaults(sampling, most, template))
+    return preset.defaults(Defaults(Sampling(given.pop("temp"), **given), most, template))
 
 
 def key_of(args: argparse.Namespace) -> str | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -56,8 +56,9 @@ class MlxLmSampler:
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in SAMPLING}
         check_sampling(**given, flags=False)
-        special = list(self.xtc_special_tokens or ())
-        object.__setattr__(self, "_draw", sample_utils.make_sampler(**given, xtc_special_tokens=special))
+        object.__setattr__(
+            self, "_draw", sample_utils.make_sampler(**given, xtc_special_tokens=list(self.xtc_special_tokens or ()))
+        )
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Tokens of shape (rows,) drawn from log-probabilities of shape (rows, vocabulary)."""
@@ -83,7 +84,8 @@ make_sampler = MlxLmSampler
 # The maximum of each.
 SHARES = {"top_p": 1.0, "min_p": 1.0, "xtc_probability": 1.0, "xtc_threshold": 0.5}
 
-SAMPLING = "temp", *SHARES, "min_tokens_to_keep", "top_k"
+# What flags may set.
+SAMPLING = [f.name for f in fields(MlxLmSampler) if f.init and f.name not in ("xtc_special_tokens", "coupled")]
 
 
 def check_sampling(*, vocabulary: int | None = None, flags: bool = True, **given: float) -> None:
@@ -100,8 +102,8 @@ def check_sampling(*, vocabulary: int | None = None, flags: bool = True, **given
     names = {argument: f"--{argument.replace('_', '-')}" if flags else argument for argument in SAMPLING}
     if real(names["temp"], given.get("temp", 0.0), 0.0) and given["temp"] < LEAST_TEMPERATURE:
         raise UsageError(f"{names['temp']} {given['temp']}: 0, or at least {LEAST_TEMPERATURE:g}")
-    for argument, most in SHARES.items():
-        real(names[argument], given.get(argument, 0.0), 0.0, most)
+    for argument in [each for each in given if each not in ("temp", "min_tokens_to_keep", "top_k")]:
+        real(names[argument], given[argument], 0.0, SHARES[argument])
     tokens = COUNT if vocabulary is None else vocabulary
     whole(names["min_tokens_to_keep"], given.get("min_tokens_to_keep", 1), most=tokens)
     # Below 1 is off, as in mlx-lm.

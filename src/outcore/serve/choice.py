@@ -7,14 +7,14 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
 
 from ..decode.request import Request, Token
-from ..decode.sampling import MlxLmSampler, own_sampler
+from ..decode.sampling import SAMPLING, own_sampler
 from ..errors import BudgetError, LinkError, OutcoreError, PromptError, RequestError
 from ..modules.mlx_lm_tokenizer import byte_decoder
 from ..text import one_line
@@ -31,7 +31,7 @@ UIDS = itertools.count()
 def request_of(uid: int, prompt: Prompt, request: GenerationRequest) -> Request:
     """The scheduler's request; made on the thread that computes, since it holds MLX arrays."""
     sampling, values = request.sampling, vars(request.sampling)
-    named = {field.name: values[field.name] for field in fields(MlxLmSampler) if field.name in values}
+    named: dict[str, Any] = {name: values[name] for name in SAMPLING if name in values}
     if sampling.xtc_probability:  # as in mlx_lm.server
         named["xtc_special_tokens"] = [*prompt.tokenizer.encode("\n"), *prompt.tokenizer.eos_token_ids]
     sampler = own_sampler(sampling.temperature, seed=sampling.seed, **named)
