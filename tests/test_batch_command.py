@@ -164,7 +164,7 @@ def test_room_for_no_line_at_all_fails_and_names_the_smallest_budget(
     source, output = write(tmp_path / "in", completions(3, 20)), tmp_path / "out"
     status, out, err = run(capsys, model, source, output, "--memory", "5MB")
     assert status == 1 and out == "" and not output.exists()
-    assert "room for none of 3 requests; for the one that needs least, " in err
+    assert "none of the 3 requests fits into " in err
     least = err.rpartition("the smallest that works is ")[2].strip()
     write(source, completions(1, 20))
     assert run(capsys, model, source, output, "--memory", least, "--concurrency", "1")[0] == 0
@@ -181,7 +181,7 @@ def test_what_has_room_is_answered_and_what_needs_least_is_named(
     assert [r["custom_id"] for r in records(output) if r["error"] is None] == ["long"]
     assert all(r["error"]["code"] == NO_MEMORY for r in records(output) if r["error"])
     status, _, err = run(capsys, quick_model, source, tmp_path / "no", "--memory", "6MB")
-    assert status == 1 and "room for none of 3 requests" in err
+    assert status == 1 and "none of the 3 requests fits into " in err
 
 
 def test_bad_lines_are_reported_and_harm_nobody(
@@ -291,7 +291,7 @@ def test_whatever_a_line_brings_up_is_that_lines_error(
         ({"prompt": "x", "logprobs": 0}, "unsupported_parameter", "logprobs: not supported"),
         ({"prompt": "x", "response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format: "),
         ({"prompt": "x", "temprature": 1}, "unknown_parameter", "temprature: no such parameter"),
-        ({"messages": []}, "invalid_request", "prompt: it is needed"),
+        ({"messages": []}, "invalid_request", "prompt: is required"),
     ],
 )
 def test_a_body_that_cannot_be_meant_is_refused(body: Any, code: str, message: str, tokenizer: Any) -> None:
@@ -396,9 +396,9 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(
         ((source, tmp_path / "no" / "out"), "No such file"),
         ((source, tmp_path), "exists and is no file"),
         ((source, tmp_path, "--resume"), "exists and is no file"),
-        ((source, tmp_path / "text", "--resume"), "line 1 is not from a batch's output"),
-        ((source, output, "--max-tokens", "0"), "--max-tokens 0: at least 1"),
-        ((source, output, "--concurrency", "0"), "--decode-concurrency 0: at least 1"),
+        ((source, tmp_path / "text", "--resume"), "outcore batch did not write line 1"),
+        ((source, output, "--max-tokens", "0"), "--max-tokens 0: must be at least 1"),
+        ((source, output, "--concurrency", "0"), "--decode-concurrency 0: must be at least 1"),
     ):
         status, out, err = run(capsys, model, *args)
         assert (status, out) == (2, "") and message in err and err.count("\n") == 1

@@ -47,13 +47,13 @@ def job(folder: Path, mode: str, **changes: Any) -> BenchJob:
         (["--resident", "150%"], "--resident 150%: a share is between 0% and 100%"),
         (["--resident", "5"], "--resident 5: this model has 4 layers"),
         (["--resident", "half"], "--resident half: give numbers of layers or shares, such as 0,25%,50%"),
-        (["--tokens", "0"], "--tokens 0: at least 1"),
-        (["--slots", "1"], "--slots 1: at least 2"),
-        (["--threads", "0"], "--threads 0: at least 1"),
-        (["--batch", "1,0"], "--batch 0: at least 1"),
+        (["--tokens", "0"], "--tokens 0: must be at least 1"),
+        (["--slots", "1"], "--slots 1: must be at least 2"),
+        (["--threads", "0"], "--threads 0: must be at least 1"),
+        (["--batch", "1,0"], "--batch 0: must be at least 1"),
         (["--batch", "two"], "--batch two: give whole numbers, separated by commas"),
         (["--output", "nowhere/out.json"], "--output nowhere/out.json: no such folder"),
-        (["--prefill-step-size", "0"], "--prefill-step-size 0: at least 1"),
+        (["--prefill-step-size", "0"], "--prefill-step-size 0: must be at least 1"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(

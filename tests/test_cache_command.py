@@ -70,7 +70,7 @@ def test_only_what_was_named_goes_by_a_beginning_that_only_it_has(tmp_path: Path
     for name in ("one", "other"):
         pack_model(original(tmp_path / name, num_hidden_layers=2), None)
     before = sorted(p.name for p in cache_dir().iterdir())
-    for name, says in (("full-o", "2 names begin so"), ("no", "no such item"), ("", "no such item")):
+    for name, says in (("full-o", "2 names begin like this"), ("no", "no such item"), ("", "no such item")):
         assert main(["cache", "rm", name]) == 2
         assert says in capsys.readouterr().err
     assert sorted(p.name for p in cache_dir().iterdir()) == before

@@ -297,7 +297,7 @@ def test_the_caches_folder_is_settled_for_python_too(config: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("memroy = '4GB'", "no key memroy; there are memory, model, cache"),
+        ("memroy = '4GB'", "unknown key memroy; the keys are memory, model, cache"),
         ("memory = '4'", "memory: 4: "),
         ("memory = 4", 'memory: give text in quotation marks, such as memory = "4GB"'),
         ("model = ''", "model: give text"),

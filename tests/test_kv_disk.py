@@ -545,7 +545,7 @@ def test_a_folder_that_cannot_be_is_refused(quick_model: Path, tmp_path: Path) -
     (tmp_path / "file").write_text("")
     for path, why in (("file", "it is no folder"), ("no/kv", f"there is no folder {tmp_path / 'no'} to make it in")):
         with pytest.raises(
-            StoreError, match=re.escape(f"{tmp_path / path}: keys and values cannot be kept there: {why}")
+            StoreError, match=re.escape(f"{tmp_path / path}: keys and values cannot be stored there: {why}")
         ):
             prepare(quick_model, memory="1GB", kv_dir=tmp_path / path)
     prepare(quick_model, memory="1GB", kv_dir=tmp_path / "kv")
@@ -555,7 +555,7 @@ def test_a_folder_that_cannot_be_is_refused(quick_model: Path, tmp_path: Path) -
 
 def test_a_disk_without_room_is_told_of_before_anything_is_read(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scratch, "free_bytes", 1000)
-    with pytest.raises(StoreError, match=r"keys and values of 360 tokens take .* 1.00 KB may be taken"), opened(full):
+    with pytest.raises(StoreError, match=r"keys and values of 360 tokens take .* 1.00 KB may be used"), opened(full):
         pass
 
 

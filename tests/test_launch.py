@@ -259,7 +259,7 @@ def test_a_rank_that_was_stopped_when_it_began_is_not_waited_for_longer(
     began = time.monotonic()
     code = STOPPED.replace("sleep(2)", "sleep(30)")
     done = launch(*elsewhere, "--", sys.executable, "-c", code)
-    assert done.returncode == 1 and "rank 1 (b): is stopped, for 5 s" in done.stderr
+    assert done.returncode == 1 and "rank 1 (b): has been suspended for 5 s" in done.stderr
     assert time.monotonic() - began < 2 * ENDS_S
 
 
@@ -494,7 +494,7 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
 def test_what_is_stopped_before_it_has_answered_is_not_waited_for_as_long_as_what_is_slow(tmp_path: Path) -> None:
     where, began = behind(tmp_path, ["local", "b"], "kill -STOP $$"), time.monotonic()
     done = launch(*where, "--", "/bin/true")
-    says = "outcore launch: rank 1 (b): the process that starts it is stopped, for 5 s\n"
+    says = "outcore launch: rank 1 (b): the process that starts it has been suspended for 5 s\n"
     assert (done.returncode, done.stderr) == (1, says) and time.monotonic() - began < ENDS_S
 
 

@@ -149,7 +149,7 @@ def test_a_wrong_key_is_told_to_who_has_it(ranks: Ranks) -> None:
     ranks.start(1, OUTCORE_LINK_KEY="another key altogether")
     ranks.start(2)
     ended = ranks.ended(within_s=25)
-    assert ended[1] == (1, "toy: rank 0 (host0) did not come within 6 s of the start: it hung up: its key is another")
+    assert ended[1] == (1, "toy: rank 0 (host0) did not come within 6 s of the start: it hung up: it has another key")
     assert ended[0][0] == 1
     assert ended[0][1].startswith("toy: rank 1 (host1) did not come within 6 s of the start; last refused: 127.0.0.1: ")
     assert ended[2][0] == 1

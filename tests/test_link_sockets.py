@@ -150,7 +150,7 @@ def test_a_length_that_differs_ends_the_run_on_all_ranks() -> None:
     with linked(3) as links:
         links[1].send(2, memoryview(bytes(10)))
         said = ends(links[2].receive(1, memoryview(bytearray(11))).wait, 2)
-        assert said == "rank 1 (host1): it sent 10 bytes where 11 are due"
+        assert said == "rank 1 (host1): it sent 10 bytes instead of 11"
         assert ends(lambda: links[0].receive(1, memoryview(bytearray(1))).wait(), 2) == said
         assert ends(lambda: links[1].agree(b""), 2) == said
 

@@ -200,7 +200,7 @@ def test_what_one_side_has_said_cannot_be_sent_back_as_the_other() -> None:
             handshake(ours, b"k" * 32, Facts("1.0", "run", 2, 1, 0, CONTROL), 1.0)
 
     found = in_threads([run, reflect])
-    assert isinstance(found[0], HandshakeError) and str(found[0]) == "its key is another", found
+    assert isinstance(found[0], HandshakeError) and str(found[0]) == "it has another key", found
 
 
 def test_another_version_is_told_to_both() -> None:
@@ -226,5 +226,5 @@ def test_nobody_listens_once_all_are_there() -> None:
 def test_bytes_that_are_no_frames_end_the_run_with_the_name_of_who_sent_them() -> None:
     with linked(2) as (zero, one):
         one._peers[0].control.sock.sendall(b"x" * 100)
-        with pytest.raises(LinkError, match=r"rank 1 \(host1\): bytes that are no frame"):
+        with pytest.raises(LinkError, match=r"rank 1 \(host1\): it sent bytes that are not a message"):
             zero.receive(1, memoryview(bytearray(3))).wait()

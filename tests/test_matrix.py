@@ -149,11 +149,11 @@ def test_nothing_measured_has_no_verdict() -> None:
     [
         (["--io", "auto"], "--io auto: choose one of direct, cached"),
         (["--io", ""], "--io: give at least one value"),
-        (["--slots", "3,1"], "--slots 1: at least 2"),
-        (["--threads", "0"], "--threads 0: at least 1"),
+        (["--slots", "3,1"], "--slots 1: must be at least 2"),
+        (["--threads", "0"], "--threads 0: must be at least 1"),
         (["--threads", "many"], "--threads many: give whole numbers, separated by commas"),
         (["--memory", "2GB,4"], "--memory 4: no unit"),
-        (["--tokens", "0"], "--tokens 0: at least 1"),
+        (["--tokens", "0"], "--tokens 0: must be at least 1"),
         (["--output", "."], "--output .: a folder; name a file"),
     ],
 )

@@ -167,7 +167,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_replaced() -> None:
 def test_mlx_lms_batch_generator_takes_mlx_lms_models_alone(served: Path, plain: Any) -> None:
     with apply_patch(resident=1):
         model, _ = mlx_lm.load(str(served))
-        with model.outcore, pytest.raises(UsageError, match="takes batches by batch_generate"):
+        with model.outcore, pytest.raises(UsageError, match="use batch_generate"):
             mlx_lm.server.BatchGenerator(model)
         mlx_lm.server.BatchGenerator(plain[0], max_tokens=1).close()
 

@@ -207,7 +207,7 @@ def test_serve_takes_a_modelfile_of_one_model(file: Callable[..., str], quick_mo
     args, _ = settled("serve", "--modelfile", path, str(quick_model), "--top-k", "0")
     assert (serve.names_of(args), args.top_k) == ([str(quick_model)], 0)
     args, _ = settled("serve", "--modelfile", path, str(quick_model), "--model", "other")
-    with pytest.raises(UsageError, match="Modelfile: it names one model"):
+    with pytest.raises(UsageError, match="Modelfile: a Modelfile is for one model"):
         serve.open_service(args, serve.names_of(args))
 
 
@@ -218,7 +218,7 @@ def test_serve_takes_a_modelfile_of_one_model(file: Callable[..., str], quick_mo
         ("FROM llama3.2:3b", "--model is from {path}: line 2"),
         ("FROM {model}\nPARAMETER top_k 9999999", "--top-k is from {path}: line 3"),
         ("FROM {model}\nSYSTEM be brief", "{path}: line 3: this model has no chat template"),
-        ("FROM {model}\nBAD x", "{path}: line 3: no instruction BAD"),
+        ("FROM {model}\nBAD x", "{path}: line 3: unknown instruction BAD"),
     ],
 )
 def test_what_goes_wrong_names_the_line(

@@ -293,5 +293,5 @@ def test_heads_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises((UsageError, UnsupportedModelError)):
         outcore.load_model(folder, draft=f"mtp:{other}")
     mtp_heads.save_head("qwen3_5", folder)
-    with pytest.raises(UsageError, match="has to stay in memory"):
+    with pytest.raises(UsageError, match="needs the model's head in memory"):
         outcore.load_model(folder, draft="mtp", head_resident=False)

@@ -234,7 +234,7 @@ def test_a_data_set_that_fails_to_load_is_one_line(
     [
         (["--data-path", "nowhere/at/all.txt"], "No such file"),
         (["--data-path", "missing.txt"], "No such file"),
-        (["--batch-size", "0"], "--batch-size 0: at least 1"),
+        (["--batch-size", "0"], "--batch-size 0: must be at least 1"),
         (["--sequence-length", "1"], "--sequence-length 1: give at least 2"),
         (["--num-samples", "0"], "--num-samples 0: give at least 1"),
         (["--num-samples", "-2"], "--num-samples -2"),

@@ -145,17 +145,17 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--extra-eos-token", "99999999"], "no such token"),
     (["--kv-bits", "7"], "--kv-bits 7: choose from 2, 3, 4, 5, 6, 8"),
     (["--kv-group-size", "7"], "--kv-group-size 7: choose from 32, 64, 128"),
-    (["--quantized-kv-start", "-1"], "--quantized-kv-start -1: at least 0"),
-    (["--max-kv-size", "0"], "--max-kv-size 0: at least 1"),
-    (["--min-p", "7"], "--min-p 7.0: from 0 to 1"),
+    (["--quantized-kv-start", "-1"], "--quantized-kv-start -1: must be at least 0"),
+    (["--max-kv-size", "0"], "--max-kv-size 0: must be at least 1"),
+    (["--min-p", "7"], "--min-p 7.0: must be from 0 to 1"),
     (["--top-p", "nan"], "--top-p nan: a number"),
-    (["--temp", "-1"], "--temp -1.0: at least 0"),
+    (["--temp", "-1"], "--temp -1.0: must be at least 0"),
     (["--temp", "inf"], "--temp inf"),
     (["--top-k", "999999"], "--top-k 999999: fewer than the 128 tokens"),
-    (["--min-tokens-to-keep", "0"], "--min-tokens-to-keep 0: at least 1"),
-    (["--seed", "-1"], "--seed -1: at least 0"),
-    (["--xtc-probability", "9"], "--xtc-probability 9.0: from 0 to 1"),
-    (["--xtc-threshold", "0.9"], "--xtc-threshold 0.9: from 0 to 0.5"),
+    (["--min-tokens-to-keep", "0"], "--min-tokens-to-keep 0: must be at least 1"),
+    (["--seed", "-1"], "--seed -1: must be at least 0"),
+    (["--xtc-probability", "9"], "--xtc-probability 9.0: must be from 0 to 1"),
+    (["--xtc-threshold", "0.9"], "--xtc-threshold 0.9: must be from 0 to 0.5"),
     (["--chat-template-config", "[1]"], "give a JSON object"),
     (["--chat-template-config", '{"tokenize": true}'], "template refuses"),
     (["--prompt", "a\udcff"], "--prompt: not UTF-8 text from character 1"),
@@ -170,13 +170,13 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--memory=-5MB"], "--memory -5MB: a size cannot be negative"),
     (["--nosuch"], "no flag --nosuch; see outcore generate --help"),
     (["--top-k", "x"], "--top-k: invalid int value: 'x'"),
-    (["--memory", "0%"], "from 1% to 100%"),
-    (["--memory", "101%"], "from 1% to 100%"),
+    (["--memory", "0%"], "at most 100%"),
+    (["--memory", "101%"], "at most 100%"),
     (["--draft", "ngrm"], "--draft ngrm: no such folder; did you mean ngram?"),
     (["--draft", "self:1"], "--draft self:1: give the number of bits, one of 2, 3"),
     (["--draft", " "], "auto, none, ngram"),
-    (["--slots", "1"], "--slots 1: at least 2"),
-    (["--cpu-streams", "0"], "--cpu-streams 0: at least 1"),
+    (["--slots", "1"], "--slots 1: must be at least 2"),
+    (["--cpu-streams", "0"], "--cpu-streams 0: must be at least 1"),
 ]
 
 
@@ -447,11 +447,11 @@ def test_a_models_own_cache_goes_on_in_any_state(model_type: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"slots": 1}, "slots=1: at least 2"),
+        ({"slots": 1}, "slots=1: must be at least 2"),
         ({"memory": "4"}, "memory 4: no unit"),
         ({"draft": "self:9"}, "draft self:9: give the number of bits"),
         ({"resident": 99}, "resident 99: this model has"),
-        ({"prefill_step_size": 0}, "prefill_step_size=0: at least 1"),
+        ({"prefill_step_size": 0}, "prefill_step_size=0: must be at least 1"),
         ({"io": "fast"}, "io='fast': choose one of"),
     ],
 )
@@ -487,5 +487,5 @@ def test_options_are_given_in_one_way_and_are_true_or_false(model: Path) -> None
     with pytest.raises(UsageError, match="give LoadOptions"):
         outcore.load_model(model, {"memory": "1GB"})  # type: ignore[arg-type]
     for name in ("govern", "trust_remote_code", "lazy", "resumable", "head_resident"):
-        with pytest.raises(UsageError, match=f"^{name}='no': True or False"):
+        with pytest.raises(UsageError, match=f"^{name}='no': give True or False"):
             outcore.LoadOptions(**{name: "no"})  # type: ignore[arg-type]

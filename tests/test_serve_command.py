@@ -119,16 +119,16 @@ def test_it_is_gone_within_drain_whatever_does_not_end(answering: bool, monkeypa
 
 WRONG = {
     "no model": ([], "no model: give --model NAME"),
-    "no share": (["--model", "m", "--top-p", "2"], "--top-p 2.0: from 0 to 1"),
-    "no temperature": (["--model", "m", "--temp", "-1"], "--temp -1.0: at least 0"),
+    "no share": (["--model", "m", "--top-p", "2"], "--top-p 2.0: must be from 0 to 1"),
+    "no temperature": (["--model", "m", "--temp", "-1"], "--temp -1.0: must be at least 0"),
     "no tokens": (["--model", "m", "--max-tokens", "0"], "--max-tokens 0: give at least 1"),
     "no JSON": (["--model", "m", "--chat-template-config", "{"], "--chat-template-config: not JSON"),
     "no object": (["--model", "m", "--chat-template-config", "[]"], "--chat-template-config: give a JSON object"),
     "ours": (
         ["--model", "m", "--chat-template-config", '{"tools": 1}'],
-        "--chat-template-config.tools: cannot be given",
+        "--chat-template-config.tools: Outcore sets this option itself",
     ),
-    "no port": (["--model", "m", "--port", "70000"], "--port 70000: at most 65535"),
+    "no port": (["--model", "m", "--port", "70000"], "--port 70000: must be at most 65535"),
     "everybody": (["--model", "m", "--host", "0.0.0.0", "--port", "0"], "--host 0.0.0.0: other machines could use"),
     "no time": (["--model", "m", "--drain", "nan"], "--drain nan: a number is needed"),
 }

@@ -34,7 +34,7 @@ def whole(name: str, value: Any, least: int = 1, most: int = COUNT) -> int:
     except (TypeError, ValueError, OverflowError):
         raise UsageError(f"{shown_value(name, value)}: a whole number is needed") from None
     if not least <= number <= most:
-        bounds = f"at least {least}" if number < least else f"at most {most}"
+        bounds = f"must be at least {least}" if number < least else f"must be at most {most}"
         raise UsageError(f"{shown_value(name, value)}: {bounds}")
     return number
 
@@ -48,8 +48,8 @@ def real(name: str, value: Any, least: float = -math.inf, most: float = math.inf
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise UsageError(f"{shown_value(name, value)}: a number is needed")
     if not least <= value <= most or math.isinf(value):
-        bounds = f"at least {least:g}" if value < least else "a finite number is needed"
-        bounds = f"from {least:g} to {most:g}" if math.isfinite(least) and math.isfinite(most) else bounds
+        bounds = f"must be at least {least:g}" if value < least else "a finite number is needed"
+        bounds = f"must be from {least:g} to {most:g}" if math.isfinite(least) and math.isfinite(most) else bounds
         raise UsageError(f"{shown_value(name, value)}: {bounds}")
     return float(value)
 

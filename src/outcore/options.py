@@ -215,9 +215,9 @@ class LoadOptions(ModelOptions, DiskOptions, MemoryOptions):
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.kv_dir is not None and not (isinstance(self.kv_dir, str | Path) and str(self.kv_dir).strip()):
-            raise UsageError(f"{shown_value(called('kv_dir'), self.kv_dir)}: a folder")
+            raise UsageError(f"{shown_value(called('kv_dir'), self.kv_dir)}: give the path of a folder")
         if self.kv_disk == "on" and self.sequences != 1:
-            raise UsageError(f"{called('kv_disk')} on: only for one text at a time; leave it out")
+            raise UsageError(f"{called('kv_disk')} on: works for one text at a time only; leave it out")
         if self.experts and self.resident is not None:
             raise UsageError(
                 f"{called('experts')} {self.experts} and {called('resident')} {self.resident}: give one or the other; "
@@ -233,7 +233,7 @@ class LoadOptions(ModelOptions, DiskOptions, MemoryOptions):
         if said["words"]:
             return choice(name, value, said["words"])
         if str(each.type).startswith("bool") and not isinstance(value, bool):
-            raise UsageError(f"{shown_value(name, value)}: True or False")
+            raise UsageError(f"{shown_value(name, value)}: give True or False")
         return value
 
     def _prefix_bytes(self) -> int | str:
@@ -241,14 +241,14 @@ class LoadOptions(ModelOptions, DiskOptions, MemoryOptions):
         if size in ("on", "off"):
             return size
         if isinstance(size, str) and not any(c.isdigit() for c in size):
-            raise UsageError(f"{shown_value(name, size)}: on, off or a size such as 5GB")
+            raise UsageError(f"{shown_value(name, size)}: give on, off or a size such as 5GB")
         return parse_size(size, flag=name) if isinstance(size, str) else whole(name, size)
 
     def _mirrors(self) -> tuple[str | Path, ...] | None:
         given: Any = self.mirror
         mirrors = () if given is None else (given,) if isinstance(given, str | Path) else given
         if not (isinstance(mirrors, Sequence) and all(isinstance(m, str | Path) and str(m).strip() for m in mirrors)):
-            raise UsageError(f"{shown_value(called('mirror'), given)}: a folder, or several")
+            raise UsageError(f"{shown_value(called('mirror'), given)}: give a folder, or a list of folders")
         if len({str(Path(m)) for m in mirrors}) < len(mirrors):
             raise UsageError(f"{called('mirror')}: the same folder is given twice; give each once")
         return tuple(mirrors) or None
@@ -307,5 +307,5 @@ def budget_bytes(memory: Any, available: Callable[[], int], name: str | None = N
     if share is None:
         return parse_size(memory, flag=name)
     if not 0 < float(share[1]) <= 100:
-        raise UsageError(f"{name} {memory.strip()}: from 1% to 100% of what may be used now")
+        raise UsageError(f"{name} {memory.strip()}: give more than 0% and at most 100% of what may be used now")
     return max(1, int(available() * float(share[1]) / 100))

@@ -164,7 +164,7 @@ def _conversation(body: PromptBody) -> list[requests.Message]:
     if messages[-1:] == [{"role": "assistant", "content": ""}]:
         messages.pop()
     if all(message["role"] == "system" for message in messages):
-        raise requests.wrong("messages", "at least one of the user is needed")
+        raise requests.wrong("messages", "at least one message of the user is needed")
     return messages
 
 
@@ -211,7 +211,7 @@ def _assistant(turn: MessageParam, where: str) -> requests.Message:
         if block.type == "tool_use":
             for name in ("input", "name", "id"):
                 if getattr(block, name) in (None, ""):
-                    raise requests.wrong(f"{where}[{i}].{name}", "it is needed")
+                    raise requests.wrong(f"{where}[{i}].{name}", "is required")
             calls.append(requests.called(block.id, block.name, block.input or {}))
         elif block.type not in ("thinking", "redacted_thinking"):
             texts.append(block.plain(f"{where}[{i}]"))

@@ -81,7 +81,7 @@ class Tools:
         if not 1 <= len(tool.name) <= 256:
             raise requests.wrong(f"{where}.name", "a name of at most 256 characters is needed")
         if len(self.functions) >= requests.MOST_TOOLS:
-            raise requests.wrong("tools", f"more than {requests.MOST_TOOLS}")
+            raise requests.wrong("tools", f"give at most {requests.MOST_TOOLS}")
         self.known[known.function] = known
         description, parameters = tool.description, tool.parameters
         if known.custom:

@@ -148,7 +148,7 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
     for name in writer.ignored:
         raise wrong(name, "no such parameter", "unknown_parameter")
     if request.max_tokens == COUNT:
-        raise wrong("max_tokens", "a batch's answers need a limit")
+        raise wrong("max_tokens", "give a number of tokens; answers of a batch need a limit")
     if isinstance(request.prompt, str):
         checked_text(request.prompt, "prompt")
     return request_of(uid, prompter.prepare(request), replace(request, max_tokens=request.max_tokens or max_tokens))
@@ -213,12 +213,12 @@ def _fitting(
     everywhere = agreement.leasts([request.uid in here for request in requests])
     kept = [request for request, fit in zip(requests, everywhere, strict=True) if fit]
     if not kept and here:
-        raise BudgetError(f"another machine has room for none of {len(requests)} requests")
+        raise BudgetError(f"another machine has too little memory for any of the {len(requests)} requests")
     if not kept:
         least = needed(ordered[:1])
         raise BudgetError(
-            f"there is room for none of {len(requests)} requests; for the one that needs least, {_size(ordered[0])}, "
-            f"the smallest that works is {format_size(least, round_up=True)}",
+            f"none of the {len(requests)} requests fits into {format_size(budget)} with this model; for the one that "
+            f"needs least, {_size(ordered[0])}, the smallest that works is {format_size(least, round_up=True)}",
             least,
         )
     answerable = {request.uid for request in kept}
@@ -226,7 +226,7 @@ def _fitting(
     for request in ordered:
         if request.uid in answerable:
             continue
-        why = f"another machine has no room for {_size(request)}"
+        why = f"another machine has too little memory for {_size(request)}"
         if request.uid not in here:
             enough = format_size(needed([*ordered[:fits], request]), round_up=True)
             why = (

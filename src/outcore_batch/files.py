@@ -77,7 +77,7 @@ def read_lines(path: Path) -> Iterator[BatchRequest]:
 
 
 def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a number in JSON")
 
 
 def _line(text: bytes, line_id: str, number: int, names: dict[str, int]) -> BatchRequest:
@@ -91,10 +91,10 @@ def _line(text: bytes, line_id: str, number: int, names: dict[str, int]) -> Batc
             raise RequestError("not a JSON object", "invalid_json")
         given = request.get("custom_id")
         if not isinstance(given, str) or not given:
-            raise RequestError("custom_id: a string is needed that no other line has")
+            raise RequestError("custom_id: give a string that no other line has")
         name = given
         if name in names:
-            raise RequestError(f"custom_id: line {names[name]} has the same", "duplicate_custom_id")
+            raise RequestError(f"custom_id: line {names[name]} has the same custom_id", "duplicate_custom_id")
         names[name] = number
         if request.get("method", "POST") != "POST":
             raise RequestError("method: must be POST")
@@ -128,7 +128,7 @@ def line_error(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, BudgetError | MemoryError):
-        return RequestError(one_line(error) if str(error) else "no memory for it", NO_MEMORY)
+        return RequestError(one_line(error) if str(error) else "not enough memory for this request", NO_MEMORY)
     if isinstance(error, PromptError):
         return RequestError(one_line(error))
     return RequestError(f"{type(error).__name__}: {one_line(error)}", UNFORESEEN)
@@ -212,7 +212,7 @@ class Output:
                     else:
                         self._again += 1
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                    raise UsageError(f"--output {self.path}: line {number} is not from a batch's output") from None
+                    raise UsageError(f"--output {self.path}: outcore batch did not write line {number}") from None
                 if other != model:
                     raise UsageError(
                         f"--output {self.path}: was made with {shortened(other, 200)}; --overwrite replaces it"
@@ -229,7 +229,7 @@ class Output:
         """
         if strange := len(self.done.keys() - lines):
             raise UsageError(
-                f"--output {self.path}: {strange} of its lines answer none of the input, which has changed; "
+                f"--output {self.path}: {strange} of its lines answer requests that are no longer in the input; "
                 "--overwrite replaces it"
             )
 

@@ -57,7 +57,7 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
     """Opens the model; its plan does not matter."""
     if args.model is None:
         if args.revision is not None or args.dtype is not None:
-            raise UsageError("--revision and --dtype are about a model; give one")
+            raise UsageError("--revision and --dtype need a model; give --model NAME")
         if args.cpu_streams is not None:
             whole("--cpu-streams", args.cpu_streams)
         return None

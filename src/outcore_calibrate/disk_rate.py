@@ -240,7 +240,7 @@ def scratch_file(folder: Path, disk: int | None = None, nbytes: int | None = Non
     with contextlib.ExitStack() as stack:
         try:
             if disk is not None and disk_of(folder) != disk:
-                raise CalibrationError(f"{folder}: a scratch file there would not be on the disk that is measured")
+                raise CalibrationError(f"{folder}: is not on the disk to measure, so no scratch file is made there")
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             free = shutil.disk_usage(folder).free
             if free < 2 * least:

@@ -65,7 +65,7 @@ class RankGroup:
         kind, _ = parse_draft(o.draft)
         if kind not in OWN and not draft_source(kind).over_ranks:
             raise UsageError(
-                f"{called('draft')} {o.draft}: not over several machines; ngram, self:BITS or a model drafts"
+                f"{called('draft')} {o.draft}: not over several machines; give ngram, self:BITS or a draft model"
             )
         if o.kv_disk == "on":
             raise UsageError(f"{called('kv_disk')} on: not over several machines; leave it out")

@@ -96,7 +96,7 @@ class MlxLink:
         while (posted := self._posted[source]) and (early := self._early[source]):
             arrival, data = posted.popleft(), early.popleft()
             if len(data) != arrival.into.nbytes:
-                raise LinkError(f"rank {source}: sent {len(data)} bytes where {arrival.into.nbytes} are due", source)
+                raise LinkError(f"rank {source}: sent {len(data)} bytes instead of {arrival.into.nbytes}", source)
             arrival.into[:] = data
             arrival.ready = True
 

@@ -96,7 +96,7 @@ class FlashConfig(_Fields):
         """Makes a configuration from a dictionary, such as one read from JSON. Warns of names that mlx-flash never
         had."""
         if unknown := sorted(str(name) for name in d if name not in DEFAULTS):
-            warnings.warn(f"unknown to FlashConfig, and without effect: {', '.join(unknown)}", stacklevel=2)
+            warnings.warn(f"FlashConfig has no such fields, ignored: {', '.join(unknown)}", stacklevel=2)
         return cls(**{k: v for k, v in d.items() if k in DEFAULTS})
 
     def validate(self) -> None:
@@ -139,7 +139,7 @@ class FlashConfig(_Fields):
         if self.kv_bits is not None or self.kv_cache_quantized:
             found |= {"kv_bits": self.kv_bits or self.kv_cache_bits, "quantized_kv_start": 0}
         if len(found) > 2:
-            raise UsageError("max_kv_size and kv_bits: caches that are bounded cannot be quantized; leave one out")
+            raise UsageError("max_kv_size and kv_bits: a KV cache of limited size cannot be quantized; leave one out")
         return found
 
 

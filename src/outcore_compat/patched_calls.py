@@ -159,7 +159,7 @@ class RefusingBatchGenerator(BatchGenerator):
 
     def __new__(cls, model: nn.Module, **_: Any) -> RefusingBatchGenerator:
         if getattr(model, "outcore", None) is not None:
-            raise UsageError("BatchGenerator: a streamed model takes batches by batch_generate, or in outcore serve")
+            raise UsageError("BatchGenerator: cannot run a streamed model; use batch_generate, or outcore serve")
         return super().__new__(cls)
 
 

@@ -55,8 +55,8 @@ def _tokenize(original: Callable[..., Any], generator: Any, *args: Any) -> Any:
     if not fits and not session.residency.holds(tokens + 1, tokens):
         budget = format_size(session.plan.budget_bytes)
         raise PromptError(
-            f"the prompt has {tokens} tokens, for which {budget} are not enough with this model: shorten it, or give "
-            "it more memory"
+            f"the prompt has {tokens} tokens, too many for {budget} with this model: shorten it, or give the model "
+            "more memory"
         )
     return found
 

@@ -37,7 +37,7 @@ class AnswerGrammars:
             raise RequestError(why, "unsupported_parameter")
         own = self._tokenizer
         if own.structural_markers or own.response_initial_state not in (None, "normal"):
-            why = "no grammar is known for the form of this model's answers"
+            why = "Outcore has no grammar for the form of this model's answers"
             raise RequestError(why, "unsupported_parameter")
         before = self._before(request, text, thinking)
         if forced:
@@ -63,7 +63,7 @@ class AnswerGrammars:
     def _calls(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
         name = str(getattr(self._tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]
         if name not in FORMS:
-            why = f"calls of this model's form ({name}) cannot be required; use auto"
+            why = f"Outcore has no grammar for this model's form of calls ({name}); use auto"
             raise RequestError(f"tool_choice: {why}", "unsupported_parameter", param="tool_choice")
         chosen = [t for t in tools if request.tool_choice in ("required", t["function"]["name"])]
         check_grammar("tools", extent([t["function"]["parameters"] for t in chosen], GRAMMAR_CHARACTERS))
@@ -347,4 +347,4 @@ class GrammarProcessor:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(f"schema: llguidance cannot go on: {one_line(self._matcher.get_error())}")
+            raise RequestError(f"schema: llguidance failed: {one_line(self._matcher.get_error())}")

@@ -304,8 +304,8 @@ def _scratch(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) ->
     if need > (free := scratch.free_bytes):
         scratch.close()
         raise StoreError(
-            f"{scratch.folder}: keys and values of {plan.context} tokens take {format_size(need)}, and "
-            f"{format_size(free)} may be taken there: free some, name another folder (OUTCORE_CACHE, or kv_dir), or "
+            f"{scratch.folder}: keys and values of {plan.context} tokens take {format_size(need)}, but only "
+            f"{format_size(free)} may be used there: free some, name another folder (OUTCORE_CACHE, or kv_dir), or "
             "ask for fewer tokens"
         )
     return scratch

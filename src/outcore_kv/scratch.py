@@ -76,7 +76,7 @@ class Scratch:
             if not folder.parent.is_dir():
                 why = f"there is no folder {folder.parent} to make it in; make that"
             raise StoreError(
-                f"{folder}: keys and values cannot be kept there: {why}; name another folder (OUTCORE_CACHE, or kv_dir)"
+                f"{folder}: keys and values cannot be stored there: {why}; set another folder (OUTCORE_CACHE or kv_dir)"
             ) from e
         try:
             cached = self._calls.open_cached(path)
@@ -151,7 +151,7 @@ class Scratch:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("this model is closed, and its caches on disk are gone")
+            raise ClosedError("this model was closed, which deleted its caches on disk; load it again")
 
     def _failed(self, e: OSError, nbytes: int) -> StoreError:
         advice = "free some, or name another folder (OUTCORE_CACHE, or kv_dir)"

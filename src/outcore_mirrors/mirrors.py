@@ -86,9 +86,9 @@ def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
     there = next((f for f in places if any(os.path.lexists(f / name) for name in files)), None)
     if there is None:
         raise StoreError(
-            f"{named}: {'no copy of' if named.is_dir() else 'no such folder to mirror'} {checkpoint.folder}, whose "
-            f"{files[0]}{' …' * (len(files) > 1)} would lie in it or in {named / own.name}: copy that folder there "
-            "(cp -rL), or mount it"
+            f"{named}: {'no copy of' if named.is_dir() else 'no such folder to mirror'} {checkpoint.folder}; "
+            f"{files[0]}{' …' * (len(files) > 1)} must be in it or in {named / own.name}: copy the model's folder "
+            "there (cp -rL), or mount the disk"
         )
     # The states are taken first, so that a change during the comparison is noticed when the copy is opened.
     copies = {file: there / file.name for file in checkpoint.files if os.path.lexists(there / file.name)}
@@ -136,8 +136,8 @@ def compare_whole(mirror: Replica, checkpoint: Checkpoint, progress: Progress) -
                 if not np.array_equal(ours, theirs):
                     where = at + int(np.argmax(ours != theirs))
                     raise StoreError(
-                        f"{copy}: byte {where} is not as in {file}: of another version of the model, damaged, or not "
-                        f"whole: {COPY}"
+                        f"{copy}: differs from {file} at byte {where}: another version of the model, damaged or "
+                        f"incomplete: {COPY}"
                     )
                 done += n
     progress(what, total, total)

@@ -318,7 +318,7 @@ def with_codings(pieces: Mapping[str, Plain], codings: Mapping[str, Coding]) -> 
 def _elements(path: str, plain: Plain, shape: Sequence[int], dtype: str) -> Any:
     parts = [np.frombuffer(data, np.uint8).copy() for data in piece_bytes(path, plain)]
     if sum(part.size for part in parts) < prod(shape) * np.dtype(dtype).itemsize:
-        raise StoreError(f"{path!a} is different now; the model changed while it was packed")
+        raise StoreError(f"{path!a} changed while it was packed; pack the model again")
     return np.concatenate(parts).view(dtype).reshape(tuple(shape))
 
 

@@ -72,7 +72,7 @@ def _named(name: str, found: Sequence[Entry]) -> Entry:
     if same:
         few = ", ".join(e.name for e in same[:3])
         raise UsageError(
-            f"{shortened(name)}: {len(same)} names begin so ({few}{', ...' * (len(same) > 3)}); give more of it"
+            f"{shortened(name)}: {len(same)} names begin like this ({few}{', ...' * (len(same) > 3)}); give more of it"
         )
     raise UsageError(f"{shortened(name)}: no such item; outcore cache ls lists them")
 

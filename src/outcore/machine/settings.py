@@ -73,7 +73,7 @@ def settled() -> dict[str, Setting]:
         return {}
     for key, value in _read(path, named=bool(own)).items():
         if key not in KEYS:
-            raise UsageError(f"{path}: no key {shortened(key)}; there are {', '.join(KEYS)}")
+            raise UsageError(f"{path}: unknown key {shortened(key)}; the keys are {', '.join(KEYS)}")
         if not isinstance(value, str) or not value:
             raise UsageError(f'{path}: {key}: give text in quotation marks, such as {key} = "{KEYS[key]}"')
         if key == "cache" and not value.startswith(("/", "~")):

@@ -75,7 +75,7 @@ class Fixed:
             UsageError: more resident layers than the model has.
         """
         if self.resident is not None and not 0 <= self.resident <= len(size.layers):
-            raise UsageError(f"{called('resident')} {self.resident}: this model has {len(size.layers)} layers")
+            raise UsageError(f"{called('resident')} {self.resident}: this model has only {len(size.layers)} layers")
         # Another rank may hold the layers with experts.
         return replace(self, experts=None) if all(layer.experts is None for layer in size.layers) else self
 
@@ -198,7 +198,7 @@ def _fastest(
 def _with_experts(plan: Plan | None, size: ModelSize, budget: int, least: int, experts: int) -> Plan:
     most = max(layer.experts.count for layer in size.layers if layer.experts is not None)
     if experts > most:
-        raise UsageError(f"{called('experts')} {experts}: a layer of this model has {most}")
+        raise UsageError(f"{called('experts')} {experts}: a layer of this model has only {counted(most, 'expert')}")
     if plan is not None:
         return plan
     raise BudgetError(

@@ -51,7 +51,7 @@ def application(site: Site, access: Access | None = None) -> Starlette:
         status = error.status_code if isinstance(error, HTTPException) else 404
         what = "no such address" if status == 404 else f"{request.method} is not allowed"
         if not modules("apis"):
-            what += " (only OpenAI's chats and completions are installed; install outcore whole)"
+            what += " (without the package outcore_apis, this server has only OpenAI's chats and completions)"
         why = RequestError(f"{request.url.path}: {what}", "not_found", status=status)
         response = site.refusal(request.url.path, request.headers, why)
         response.headers.update(getattr(error, "headers", None) or {})

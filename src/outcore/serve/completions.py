@@ -28,7 +28,7 @@ def completion(http: HttpRequest) -> ParsedRequest:
         raise wrong("best_of", "not supported; leave it out", UNSUPPORTED)
     prompts = _prompts(body.prompt)
     if len(prompts) * body.n > MOST_CHOICES:
-        raise wrong("n", f"{len(prompts) * body.n} answers; at most {MOST_CHOICES} over all prompts")
+        raise wrong("n", f"asks for {len(prompts) * body.n} answers to all prompts; at most {MOST_CHOICES}")
     request = body.request(http.defaults)
     request = replace(request, logprobs=None if body.logprobs is False else body.logprobs)
     writer = CompletionWriter(body, len(prompts) * body.n, logprobs=request.logprobs is not None)
@@ -42,7 +42,7 @@ def _prompts(value: Any) -> list[str | tuple[int, ...]]:
     for i, one in enumerate(given):
         if not (isinstance(one, str) and one) and not _ids(one):
             where = "prompt" if len(given) == 1 else f"prompt[{i}]"
-            raise wrong(where, "a string, or a list of token ids, that is not empty, is needed")
+            raise wrong(where, "give a string or a list of token ids, not an empty one")
     return [one if isinstance(one, str) else tuple(one) for one in given]
 
 

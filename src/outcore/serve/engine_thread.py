@@ -133,7 +133,7 @@ class EngineThread:
         """
         if keep_alive == 0:
             if self.loaded is not None and self.loaded.leader is not None:
-                raise RequestError("the model stays loaded: several machines share it", "not_supported")
+                raise RequestError("the model cannot be unloaded: several machines share it", "not_supported")
             if self.loaded is not None and self.loaded.name == name and self.loaded.idle_at is not None:
                 self.drop()
             return
@@ -329,5 +329,5 @@ class _Unwanted(BaseException):
 
 
 def too_many(waiting: int) -> RequestError:
-    why = f"{waiting} requests wait already; try again later"
+    why = f"{waiting} requests are waiting already; try again later"
     return RequestError(why, "too_many_requests", status=429, retry_after=RETRY_S)

@@ -78,7 +78,7 @@ def schema_of(form: ResponseFormat | None, where: str) -> Mapping[str, Any] | No
         return None
     schema = (form.json_schema or form).schema_ if form.type == "json_schema" else form.schema_
     if schema is None and form.type == "json_schema":
-        raise wrong(f"{where}.json_schema.schema" if form.json_schema else f"{where}.schema", "it is needed")
+        raise wrong(f"{where}.json_schema.schema" if form.json_schema else f"{where}.schema", "is required")
     return schema or {}
 
 
@@ -115,7 +115,7 @@ class TextBody(OpenAIBody):
 
     def request(self, defaults: Defaults) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise wrong("stream_options", "only where stream is true", UNSUPPORTED)
+            raise wrong("stream_options", "needs stream: true", UNSUPPORTED)
         return GenerationRequest(
             model=self.model,
             max_tokens=self.max_completion_tokens or self.max_tokens or defaults.max_tokens,
@@ -210,7 +210,7 @@ def chat(http: HttpRequest) -> ParsedRequest:
     if len(made) > 1 and made[-1] == {"role": "assistant", "content": ""}:
         made.pop()  # some apps add an empty message for the answer
     if body.top_logprobs and not body.logprobs:
-        raise wrong("top_logprobs", "only where logprobs is true")
+        raise wrong("top_logprobs", "needs logprobs: true")
     messages = conversation(made)
     request = replace(
         body.request(http.defaults),

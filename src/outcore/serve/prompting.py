@@ -106,7 +106,7 @@ class Prompter:
         if prompt is None:
             raise RequestError("give messages or a prompt")
         if request.tools and request.tool_choice != "none":
-            raise RequestError("tools: they go with messages, not with a prompt", param="tools")
+            raise RequestError("tools: give messages instead of a prompt with them", param="tools")
         tokens = encode_text(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
         check_known(tokens, self._ids)
         return Prompt(tuple(tokens), self.tokenizer, request.stop, grammar=self._grammar(request))
@@ -165,13 +165,13 @@ class Prompter:
         for module in modules("grammars").values():
             made: Grammars = module.AnswerGrammars(self.tokenizer, self._template)
             return made
-        why = "JSON schemas and required tools need the package outcore_grammar; install outcore whole"
+        why = "JSON schemas and required tools need the package outcore_grammar, which is missing on the server"
         raise RequestError(why, "not_installed")
 
 
 def too_long(what: str, tokens: int, most: int) -> RequestError:
     counts = {"n_prompt_tokens": tokens, "n_ctx": most}
-    why = f"{what}; this model's context is {most}: shorten it"
+    why = f"{what}; this model's context is {most} tokens: shorten it"
     return RequestError(why, "context_length_exceeded", counts=counts)
 
 
@@ -194,7 +194,7 @@ def extent(value: Any, most: int) -> int:
 def _check_characters(characters: int, most: int | None, what: str = "the prompt") -> None:
     if most is not None and characters > most * CHARACTERS:
         tokens = characters // CHARACTERS
-        raise too_long(f"{what}: {characters} characters or more, at least {tokens} tokens", tokens, most)
+        raise too_long(f"{what}: at least {characters} characters and {tokens} tokens", tokens, most)
 
 
 def _tools(request: GenerationRequest) -> tuple[Mapping[str, Any], ...]:
@@ -206,7 +206,7 @@ def _tools(request: GenerationRequest) -> tuple[Mapping[str, Any], ...]:
     names: dict[str, None] = {}
     for n, name in enumerate(tool["function"]["name"] for tool in request.tools):
         if not NAME.fullmatch(name) or name in names:
-            why = "a name of letters, digits and _ - . : / is needed, that no other tool has"
+            why = "give a name of letters, digits and _ - . : / that no other tool has"
             raise RequestError(f"tools[{n}]: {why}", param=f"tools[{n}]")
         names[name] = None
     if request.tool_choice not in {"auto", "none", *names, *(["required"] if names else [])}:

@@ -35,7 +35,7 @@ MOST_TOOLS = 1024
 MOST_IGNORED = 32
 
 # Replaces pydantic's messages that name Python types.
-WORDS = {"missing": "it is needed", "model_type": "a JSON object is needed", "dict_type": "a JSON object is needed"}
+WORDS = {"missing": "is required", "model_type": "a JSON object is needed", "dict_type": "a JSON object is needed"}
 
 
 class Part(BaseModel):
@@ -111,11 +111,11 @@ def _warm(value: float) -> float:
 def _stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise _value_error("a string, or a list of strings, none of them empty")
+        raise _value_error("give a string or a list of strings, none of them empty")
     if any(len(s) > STOP_CHARACTERS for s in stops):
-        raise _value_error(f"a string of more than {STOP_CHARACTERS} characters")
+        raise _value_error(f"a string is longer than {STOP_CHARACTERS} characters")
     if len(stops) > MOST_STOPS:
-        raise _value_error(f"at most {MOST_STOPS} strings")
+        raise _value_error(f"give at most {MOST_STOPS} strings")
     try:
         return tuple(checked_text(s, "stop") for s in stops)
     except RequestError as e:
@@ -139,7 +139,7 @@ def _bias(value: dict[str, Any]) -> dict[int, float]:
 def template_options(options: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Checks that a request gives no argument of the chat template that Outcore sets itself."""
     if own := sorted(TEMPLATE_OWN & options.keys()):
-        raise wrong(f"{name}.{own[0]}", "cannot be given here")
+        raise wrong(f"{name}.{own[0]}", "Outcore sets this option itself; leave it out")
     return dict(options)
 
 
@@ -232,7 +232,7 @@ def part_of(part: Any, where: str, texts: Sequence[str] = TEXT, *, opaque: bool 
     """The text of a content part, or the part that its reader in ``OPAQUE`` returns."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
-        raise wrong(where, "an object with a type is needed")
+        raise wrong(where, "an object with a type field is needed")
     if kind in texts:
         if not isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
             raise wrong(f"{where}.text", "a string is needed")
@@ -270,7 +270,7 @@ def continues(messages: Sequence[Message], where: str = "messages") -> bool:
     """Whether the answer continues the last message. Raises RequestError if the last two are the assistant's."""
     last = [m["role"] == "assistant" and bool(m["content"]) and not m.get("tool_calls") for m in messages[-2:]]
     if last == [True, True]:
-        raise wrong(where, "the last two are the assistant's; only one can be continued")
+        raise wrong(where, "the last two are the assistant's; only one message can be continued")
     return last[-1:] == [True]
 
 
@@ -312,7 +312,7 @@ class HeldBody:
             if len(data) + len(chunk) > most:
                 raise large
             if site.held_bytes + len(chunk) > 4 * most:
-                why = "too many large requests are being read, or wait for their answers"
+                why = "the server holds too many large requests; try again later"
                 raise RequestError(why, "overloaded", status=503, retry_after=1)
             site.held_bytes += len(chunk)
             self.nbytes += len(chunk)
@@ -354,4 +354,4 @@ def read_json(data: bytes | bytearray, values: int | None = None) -> dict[str, A
         level = [v for v in held if type(v) in (dict, list)]
         if not level:
             return value
-    raise RequestError(f"the body has more than {DEPTH} brackets inside each other")
+    raise RequestError(f"the body has brackets nested more than {DEPTH} deep")

@@ -23,7 +23,7 @@ COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
 def check_command(name: str, args: argparse.Namespace | None = None) -> None:
     """Raises ``UsageError`` if the command, or one of its flags in ``args``, does not work over several machines."""
     if name not in COMMANDS:
-        raise UsageError(f"{name}: not over several machines; what is: {', '.join(COMMANDS)}")
+        raise UsageError(f"{name}: not over several machines; commands that run there: {', '.join(COMMANDS)}")
     given = vars(args) if args is not None else {}
     prefix = given.get("prefix_cache") or "off"
     draft = str(given.get("draft") or "").partition(":")[0]

@@ -68,7 +68,7 @@ class RankGuard:
             if not is_stopped(self._rank.pid):
                 moved_at = time.monotonic()
             elif time.monotonic() - moved_at > SILENCE_S:
-                raise OSError(f"is stopped, for {SILENCE_S:.0f} s")
+                raise OSError(f"has been suspended for {SILENCE_S:.0f} s")
         return 1
 
     def _obey(self, order: dict[str, Any]) -> None:

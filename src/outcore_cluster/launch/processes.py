@@ -110,7 +110,7 @@ class RankProcesses:
             if time.monotonic() >= end:
                 raise LinkError(f"{late.who}: no answer within {within_s:.0f} s", late.number)
             if (rank := self._stopped()) is not None:
-                why = f"the process that starts it is stopped, for {SILENCE_S:.0f} s"
+                why = f"the process that starts it has been suspended for {SILENCE_S:.0f} s"
                 raise LinkError(f"{rank.who}: {why}", rank.number)
             await self._next(end)
 
@@ -120,7 +120,7 @@ class RankProcesses:
             await self._next(self._end)
             now = time.monotonic()
             if (stopped := self._stopped()) is not None and stopped.ended is None:
-                self._fail(stopped, f"the process that guards it is stopped, for {SILENCE_S:.0f} s")
+                self._fail(stopped, f"the process that guards it has been suspended for {SILENCE_S:.0f} s")
             if self.ranks[0].ended == 0 and self._end is None:
                 self._end = now + FINISH_S
             due = self._end is not None and now >= self._end

@@ -118,12 +118,12 @@ class LinkConnection:
                 self._fill(memoryview(header))
                 kind, length = _HEADER.unpack(header)
                 if kind not in set(Kind) or (kind == Kind.DATA) == self.control:
-                    raise ValueError("bytes that are no frame")
+                    raise ValueError("it sent bytes that are not a message of this link")
                 into = memoryview(bytearray(length)) if self.control else self._buffers.get()
                 if into is None:
                     return
                 if length != into.nbytes:
-                    raise ValueError(f"it sent {length} bytes where {into.nbytes} are due")
+                    raise ValueError(f"it sent {length} bytes instead of {into.nbytes}")
                 self._fill(into)
                 self.received += 1
                 if self._take is not None:

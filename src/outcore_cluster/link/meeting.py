@@ -217,14 +217,14 @@ async def handshake(sock: socket.socket, key: bytes, role: Facts | Callable[[Fac
 
     async def send(text: str) -> None:
         nonlocal hung_up
-        data, hung_up = text.encode(), "it hung up: its key is another"
+        data, hung_up = text.encode(), "it hung up: it has another key"
         await loop.sock_sendall(sock, _LENGTH.pack(len(data)) + data + mac(data, of_server=server))
 
     async def receive() -> str:
         (length,) = _LENGTH.unpack(await read(_LENGTH.size))
         expected = mac(data := await read(length), of_server=not server)
         if not hmac.compare_digest(expected, await read(len(expected))):
-            raise HandshakeError("its key is another")
+            raise HandshakeError("it has another key")
         return data.decode()
 
     try:
@@ -233,9 +233,9 @@ async def handshake(sock: socket.socket, key: bytes, role: Facts | Callable[[Fac
                 await loop.sock_sendall(sock, own)
             magic, protocol, _ = _HELLO.unpack(other := await read(_HELLO.size))
             if magic != MAGIC:
-                raise HandshakeError("it does not speak Outcore's link")
+                raise HandshakeError("it is not a rank of Outcore")
             if protocol != PROTOCOL:
-                raise HandshakeError(f"it speaks version {protocol} of the link, this one {PROTOCOL}")
+                raise HandshakeError(f"its Outcore has link version {protocol}, this one {PROTOCOL}: update one")
             if server:
                 await loop.sock_sendall(sock, own)
             # A key for this connection only.
@@ -251,4 +251,4 @@ async def handshake(sock: socket.socket, key: bytes, role: Facts | Callable[[Fac
                 raise HandshakeError(reason)
             return theirs
     except TimeoutError:
-        raise TimeoutError("it took too long to prove who it is") from None
+        raise TimeoutError("it did not prove in time who it is") from None

@@ -111,7 +111,7 @@ def parse_modelfile(text: str, path: Path = Path("Modelfile")) -> Modelfile:
         if isinstance(value, tuple):
             found[attribute] = (*found.get(attribute, ()), *value)
         elif attribute in lines:
-            raise instruction.refused(f"line {lines[attribute]} says that already; keep one")
+            raise instruction.refused(f"line {lines[attribute]} has this instruction already; keep one")
         else:
             found[attribute] = value
         lines.setdefault(attribute, instruction.line)
@@ -163,7 +163,7 @@ def _parameter(instruction: Instruction) -> tuple[str, Any]:
         return name, (value,)
     if name not in PARAMETERS:
         known = ("stop", *PARAMETERS)
-        others = meant(name, known) or "; honoured are " + ", ".join(known)
+        others = meant(name, known) or "; supported are " + ", ".join(known)
         raise LineError(instruction.line, f"PARAMETER {shortened(name)}: not supported; leave it out{others}")
     number = _number(instruction, *PARAMETERS[name])
     if name == "temperature" and 0 < number < LEAST_TEMPERATURE:

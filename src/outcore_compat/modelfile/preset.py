@@ -99,8 +99,8 @@ class ModelfilePreset(Preset):
         before = next((name for name in ("system", "messages") if name in modelfile.lines), None)
         if before is not None and cached:
             raise UsageError(
-                f"{modelfile.line(before)}: the text before the question is in --prompt-cache-file already; leave "
-                "it out, or the cache"
+                f"{modelfile.line(before)}: --prompt-cache-file already contains the text before the question; leave "
+                "one of the two out"
             )
         if template and modelfile.template is not None:
             from outcore.modules.mlx_lm_tokenizer import set_chat_template
@@ -149,7 +149,7 @@ class ModelfilePreset(Preset):
         from outcore.checkpoint.tokenizer import load_tokenizer
 
         if len(names) != 1:
-            raise UsageError(f"--modelfile {self.modelfile.path}: it names one model; serve that one alone")
+            raise UsageError(f"--modelfile {self.modelfile.path}: a Modelfile is for one model; serve only that one")
         folder = resolve_model(names[0], args.revision)
         if args.chat_template is not None or self.modelfile.template is None:
             given: str | None = args.chat_template

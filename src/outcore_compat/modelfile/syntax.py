@@ -88,7 +88,7 @@ def parse(text: str) -> Iterator[Instruction]:
         name, argument = word.lower(), ""
         if name not in INSTRUCTIONS:
             known = meant(name, INSTRUCTIONS) or "; there are " + ", ".join(n.upper() for n in INSTRUCTIONS)
-            raise LineError(number, f"no instruction {shortened(word)}{known}")
+            raise LineError(number, f"unknown instruction {shortened(word)}{known}")
         if name in EXAMPLES:
             argument, rest = _cut(rest)
             if not rest:
@@ -120,7 +120,7 @@ def _value(rest: str, lines: list[str], at: int) -> tuple[str, int]:
     closed = len(last) >= 2 * len(mark) and last.endswith(mark)
     while not closed:
         if at == len(lines):
-            raise LineError(begun, f"what begins with {mark} is nowhere closed: no line after it ends with {mark}")
+            raise LineError(begun, f"the text that begins with {mark} is never closed: no later line ends with {mark}")
         parts.append(lines[at])
         closed = lines[at].rstrip().endswith(mark)
         at += 1

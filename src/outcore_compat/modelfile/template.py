@@ -115,16 +115,15 @@ def parse_template(instruction: Instruction) -> GoTemplate:
         else:
             raise error(
                 found.start(1),
-                f"{{{{ {shortened(body)} }}}}: only .System, .Prompt, .Response, if, if not and their end, at most "
-                f"{DEEPEST} within each other, are understood here; use them, or leave TEMPLATE out: then the model's "
-                "own chat template is used",
+                f"{{{{ {shortened(body)} }}}}: not supported; use .System, .Prompt, .Response, if, if not and end, "
+                f"at most {DEEPEST} deep; or leave TEMPLATE out, to use the model's own chat template",
             )
         # Ollama runs a template for the model's turn up to .Response only.
         if ended:
             written.append("{{- mark -}}")
     written.append(_written(text[at:]))
     if opened:
-        raise error(opened[-1], "if without an end")
+        raise error(opened[-1], "{{ if }} without {{ end }}")
     if not named:
         written += ["{{- Response -}}", "{{- mark -}}"]
     return GoTemplate(text, "".join(written))

@@ -48,7 +48,7 @@ class MtpHeads(DraftSource):
         asked = f"{called('draft')} {o.draft}"
         if o.head_resident is False and profile.size.head is not None:
             raise UsageError(
-                f"{asked}: drafts with the model's head, which has to stay in memory; keep it there, or draft ngram"
+                f"{asked}: needs the model's head in memory; do not set head_resident=False, or draft ngram"
             )
         folder = None
         if which is not None:
@@ -59,7 +59,7 @@ class MtpHeads(DraftSource):
             return profile, draft
         if folder is not None:
             raise UsageError(
-                f"{asked}: no multi-token-prediction head for this model there; give the model it was made of"
+                f"{asked}: that folder has no multi-token-prediction head for this model; give the original model"
             )
         raise UsageError(
             f"{asked}: {profile.lazy.checkpoint.folder} has no multi-token-prediction head; conversions to MLX leave "
