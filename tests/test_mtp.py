@@ -283,7 +283,7 @@ def test_heads_that_are_not_there(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("qwen3_5", tmp_path / "model")
     with pytest.raises(UsageError, match=r"conversions to MLX leave them out.*mtp:FOLDER"):
         outcore.load_model(folder, draft="mtp")
-    with pytest.raises(UsageError, match="no multi-token-prediction head for this model there"):
+    with pytest.raises(UsageError, match="that folder has no multi-token-prediction head for this model"):
         outcore.load_model(folder, draft=f"mtp:{folder}")
     with pytest.raises(UsageError, match="original model"):
         outcore.load_model(folder, draft="mtp:")

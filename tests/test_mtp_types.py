@@ -147,8 +147,8 @@ def as_qwens(tensors: Tensors) -> Tensors:
 
 REFUSED: list[tuple[str, str, Callable[[Tensors], Tensors], str]] = [
     ("qwen3_next", "glm_moe_dsa", lambda t: renamed(t, LAST, "mtp.0."), r"unknown layout \(mtp\.0\."),
-    ("exaone_moe", "glm_moe_dsa", as_qwens, "as Qwen's, which is not known of models of the type exaone_moe"),
-    ("step3p5", "glm_moe_dsa", lambda t: t, "a head of its own"),
+    ("exaone_moe", "glm_moe_dsa", as_qwens, "named as Qwen's, unexpected in a model of type exaone_moe"),
+    ("step3p5", "glm_moe_dsa", lambda t: t, "an output head of its own"),
     ("glm_moe_dsa", "glm_moe_dsa", lambda t: renamed(t, "q_a_proj", "q_b_proj_a"), "q_b_proj_a"),
     ("deepseek_v32", "deepseek_v32", lambda t: {n: a for n, a in t.items() if "hnorm" not in n}, "hidden_norm"),
 ]
