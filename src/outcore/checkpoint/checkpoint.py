@@ -81,7 +81,7 @@ class Checkpoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def check(self) -> None:
-        """Raise ``CheckpointError`` if a file has changed since its header was read. ``Reader.check`` is for later."""
+        """Raise ``CheckpointError`` if a file has changed since its header was read; for open files see ``Reader``."""
         for file, was in zip(self.files, self._were, strict=False):
             if state_of(file) != was:
                 raise CheckpointError(f"{file}: was written to while the model was opened; load it again")
@@ -316,14 +316,14 @@ _MOST_BYTES = {CONFIG: CONFIG_BYTES, "generation_config.json": CONFIG_BYTES, "hf
 
 
 class LiteralFolder(type(Path())):  # type: ignore[misc]  # ``Path()`` makes an object of its subclass PosixPath
-    """A folder for mlx-lm to glob in: the pattern does not apply to special characters in the folder's own name."""
+    """A folder in which mlx-lm can glob even if the folder's own name has special characters, such as ``[``."""
 
     def __truediv__(self, name: Any) -> Path:
         return Path(glob.escape(str(self)) if "*" in str(name) else str(self)) / name
 
 
 def read_config(folder: Path, tensors: int) -> dict[str, Any]:
-    """Read a model's config.json. Refuses far more layers than tensors, since mlx-lm would build each of them.
+    """Read a model's config.json. Refuses one with far more layers than tensors: mlx-lm would build each of them.
 
     Args:
         tensors: number of tensors in the model's files.

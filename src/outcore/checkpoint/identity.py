@@ -16,7 +16,7 @@ from ..machine.small_files import CONFIG_BYTES, read_small
 from .checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint, header_bytes, read_header, read_object
 
 BLOCK = 4096  # bytes read of each sampled tensor
-MOST_BLOCKS = 2048  # Of all files of a model together, at most 8 MiB. Each file's first and last block come on top.
+MOST_BLOCKS = 2048  # sampled in all files of a model together: 8 MiB; each file's first and last block come on top
 
 VERSION = b"outcore identity 2\n"  # Version 1 digested only names, sizes and times; copies made with it are not used.
 

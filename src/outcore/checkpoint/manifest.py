@@ -16,7 +16,7 @@ PARTIAL_MANIFEST = "manifest.partial.json"
 FORMAT = "outcore-store"
 SCHEMA, PLAIN_SCHEMA = 2, 1  # copies without codings keep schema 1, which earlier versions of Outcore read
 PLAIN, COMPACT = "plain", "compact"
-PLANES: Final = "planes"  # in a copy's coding followed by the number of high bits: ``planes:2`` (``stored_planes``)
+PLANES: Final = "planes"  # as a copy's coding with the number of high bits: ``planes:2`` (``stored_planes.py``)
 CODING = re.compile(r"plain|compact|planes:[1-7]")
 SPLIT: Final = "split16"
 OVERLAY: Final = "overlay"
@@ -49,8 +49,8 @@ class Coded(_Checked):
     """How an encoded tensor is stored, and the xxh3_128 of its decoded bytes.
 
     Attributes:
-        coding: ``split16`` (``SplitDecoder``), which has a side table that stays in memory, or ``planes``
-            (``stored_planes``).
+        coding: ``split16`` (``outcore_packs/codings.py``), which has a side table that stays in memory, or ``planes``
+            (``outcore_packs/stored_planes.py``).
         bits, high: for ``planes``, the bits of a quantized weight, and how many of them the high plane has; else 0.
     """
 
@@ -88,7 +88,7 @@ class Manifest(_Checked):
     """A manifest whose values have the right types. ``open_packed`` checks that the files match it.
 
     Attributes:
-        coding: the coding that the pack was asked for.
+        coding: the coding that the user chose with ``outcore pack --coding``.
         codings: by parameter path, the tensors that are stored encoded.
     """
 

@@ -179,7 +179,7 @@ class PackWriter:
         self.folder.mkdir(mode=0o700 if self._in_cache else 0o777, exist_ok=True)
 
     def _claim(self) -> None:
-        """Refuse a folder that holds anything but the files of a pack, unless it is in the cache or a draft's."""
+        """Raise ``StoreError`` if the folder cannot be used, such as one for a full copy that has other files."""
         ours = self._in_cache or self.manifest.kind != FULL
         if self._in_cache:
             require_own(self.folder)

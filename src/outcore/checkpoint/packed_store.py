@@ -172,7 +172,7 @@ def open_copy(folder: Path, coding: str, **arguments: Any) -> LazyModel | None:
 
 
 def _open_kept(folder: Path, arguments: Mapping[str, Any], identity: str | None = None) -> LazyModel:
-    """Open a full copy, marked as in use while its model lives. ``identity``: of its original; None: do not check."""
+    """Open a full copy, and mark it as in use while its model lives. ``identity``: its original's; None: any."""
     with kept(folder, make=False):
         store = open_packed(folder)
         if identity not in (None, store.manifest.source.identity):
@@ -214,7 +214,7 @@ def open_again(lazy: LazyModel) -> LazyModel:
 
 
 def cached(kind: str, checkpoint: Checkpoint, *more: Any) -> Path:
-    """Return the cache folder for a copy of this model made by this mlx-lm; ``more``: what else identifies the copy."""
+    """Return the cache folder for a copy of this model made by this MLX and mlx-lm. ``more``: the rest of its key."""
     folder = checkpoint.folder.absolute()
     if folder.parent.name == "snapshots":  # the Hub's cache: models--owner--name/snapshots/<commit>
         folder = folder.parent.parent

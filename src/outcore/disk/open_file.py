@@ -47,7 +47,7 @@ class OpenFile:
         """Call ``look`` if bytes were read from the file since the last check."""
         if not self.read:
             return
-        self.read = False  # before the look: a read in the meantime causes another check
+        self.read = False  # before ``look``: a read meanwhile sets it again, so that another check follows
         try:
             self.look()
         except (ReadError, OSError):

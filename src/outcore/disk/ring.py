@@ -127,7 +127,7 @@ class Ring:
         self._before, self._seen = self._seen, []
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Replace the expected order of units, between passes. Keeps prefetched units that are next in it too."""
+        """Replace the expected order of units, between passes. Keeps prefetched units that this order begins with."""
         self._check_open()
         if not order:
             raise ValueError("a ring without units has nothing to do; close it")
@@ -138,7 +138,7 @@ class Ring:
         self.start()
 
     def take(self, unit: int) -> Lease:
-        """Take the next turn, for ``unit``, before its bytes are needed: ``wait`` waits for its read."""
+        """Take the next turn for ``unit``. Its bytes may not be in the slot yet: ``wait`` waits for them."""
         if self._closed:
             self._check_open()
         if self._turn - len(self.slots) in self.held:  # the last turn of this slot

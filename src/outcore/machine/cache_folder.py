@@ -40,7 +40,7 @@ def cache_dir() -> Path:
     try:
         own = setting("cache")
         path = Path(own.value).expanduser() if own else PlatformDirs("outcore").user_cache_path
-    except RuntimeError as error:  # pathlib's and platformdirs's: no home folder
+    except RuntimeError as error:  # pathlib and platformdirs raise it if there is no home folder
         raise StoreError(f"no cache folder: {' '.join(str(error).split())[:200]}; {_ADVICE}") from error
     require_own(path)
     return path

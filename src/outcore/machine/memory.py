@@ -82,9 +82,9 @@ def warning_room() -> int | None:
 def default_budget(limit: MemoryLimit | None = None) -> int:
     """Returns the default budget in bytes: a safe share of available memory, less what Python will still allocate.
 
-    `share * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, at least 0. On macOS it is reduced to
-    ``warning_room``, but to half at most, since a warning stops nothing; at critical pressure it is 0. Ranks on one
-    host divide the available memory.
+    `share * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, at least 0. On macOS at most ``warning_room`` or
+    half of this value, whichever is more, since a warning stops nothing; at critical pressure 0. Ranks on one host
+    divide the available memory.
 
     Args:
         limit: the limit to keep; None: ``process_memory_limit()``.

@@ -77,7 +77,7 @@ def forms_of(cache: Sequence[Any], before: Sequence[CacheForm] = (), *, known: b
 
 
 def placed(cache: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Return every cache, with each ``CacheList`` flattened, as pairs of its index in ``cache`` and the cache."""
+    """Return (index in ``cache``, cache) for every cache; the parts of a ``CacheList`` have the list's index."""
     return [(at, part) for at, c in enumerate(cache) for part in flat([c])]
 
 

@@ -135,7 +135,7 @@ def handles(*values: Any) -> list[mx.array]:
     """Return a ``handle`` of every array in ``values``, because a later layer may write into an array it receives."""
     found = arrays_in(*values)
     for i, a in enumerate(found):
-        found[i] = a.astype(a.dtype)  # as ``hooks.handle``
+        found[i] = a.astype(a.dtype)  # as in ``handle``
     return found
 
 

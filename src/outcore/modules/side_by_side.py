@@ -1,4 +1,4 @@
-"""Batches: which models can compute sequences in caches that mlx-lm merges, and memory of caches taken out again."""
+"""Batches of sequences whose caches mlx-lm merges: which models allow that, and own memory for caches split off."""
 
 from __future__ import annotations
 

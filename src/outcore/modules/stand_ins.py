@@ -99,7 +99,7 @@ class StandIns:
         numbers: Sequence[int] = (),
         product: Call | None = None,
     ) -> None:
-        """Make a module's calls call ``note`` and give parameters ``numbers`` of ``unit`` placeholders meanwhile."""
+        """Wrap a module: each call calls ``note`` and gives placeholders to parameters ``numbers`` of ``unit``."""
         swap(module, "Traced", self._with_weights(note, unit, numbers), product)
         self._swapped.append(module)
 

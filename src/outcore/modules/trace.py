@@ -113,8 +113,8 @@ class Trace:
         caches: growth of each cache, with every ``CacheList`` flattened; ``forms``: their forms.
         known: whether all caches are of known classes.
         state_bytes: bytes of the largest recurrent state.
-        rewritten: recurrences write each token's state into one array of all states, which is copied each time.
-        evaluates: the model evaluates arrays inside its forward pass.
+        rewritten: whether recurrences write each token's state into one array, which MLX copies each time.
+        evaluates: whether the model evaluates arrays inside its forward pass.
         failure: the error of a model that accesses its layers' weights from outside, so that layers cannot be streamed.
         pieces: by layer, the indices of its pieces in call order, if they can be streamed one by one.
         own: by layer, the indices in ``caches`` of plain caches that only it uses; for layers that are called once.

@@ -62,7 +62,7 @@ class Candidates:
     def first(
         self, counts: Iterable[int], head: bool, step: int, ring: int, unit: int, budget: int
     ) -> Candidate | None:
-        """Returns the first of these numbers of resident layers that fits the budget."""
+        """Returns the candidate with the first number of resident layers in ``counts`` that fits the budget."""
         room = budget - self.fixed(head, step)
         for count in counts:
             if self._weights[count] <= room:
@@ -113,7 +113,7 @@ class Candidate:
 
     @cached_property
     def peak(self) -> int:
-        """Most bytes in use at once; cheaper than ``bare``, since thousands of candidates need only this."""
+        """Most bytes in use at once. Computed without ``bare``, since of most candidates only this is needed."""
         used, freed = self._used
         return used + freed
 
@@ -254,7 +254,7 @@ def together(resident: frozenset[int], layers: int) -> float:
 
 
 def place(size: ModelSize, count: int) -> list[int]:
-    """Returns ``count`` resident layers, evenly spread, including every layer that cannot be streamed."""
+    """Returns indices of ``count`` layers to be resident: every layer that cannot be streamed, others evenly spread."""
     fixed = [i for i, layer in enumerate(size.layers) if not layer.streamable]
     free = [i for i, layer in enumerate(size.layers) if layer.streamable]
     return sorted([*fixed, *[free[i] for i in spread(max(0, count - len(fixed)), len(free))]])

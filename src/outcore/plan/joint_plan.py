@@ -187,13 +187,13 @@ class Planning:
                 with_draft = self._make(size, budget, self.options.get("head_resident"), calibration)
             except BudgetError:
                 return Planned(plan, self.size, None)
-            if not with_draft.kv_slot > plan.kv_slot == 0:  # drafting is not worth a KV offload
+            if not with_draft.kv_slot > plan.kv_slot == 0:  # KV is not offloaded to make room for drafts
                 return Planned(with_draft, size, self.draft)
         return Planned(plan, self.size, None)
 
     def _make(self, size: ModelSize, budget: int, head: bool | None, calibration: Calibration) -> Plan:
         key = size, budget, head, id(calibration)
-        if key not in self._made:  # shared with Plannings made by dataclasses.replace
+        if key not in self._made:  # copies by ``dataclasses.replace`` share this dictionary
             plan = make_plan(size, budget, calibration=calibration, **self._options(head))
             self._made[key] = calibration, plan  # keeping the calibration keeps its id from being reused
         plan = self._made[key][1]
@@ -358,7 +358,7 @@ def _tokens(chance: float, guesses: int) -> float:
 
 
 def _repeating(plain: float, tried: float, tokens: float) -> float:
-    """Returns mean seconds of a pass with n-gram drafts, which guess only where the text repeats itself."""
+    """Returns mean seconds of a pass: ``tried`` with n-gram guesses, where the text repeats itself; else ``plain``."""
     return plain + min(1.0, tokens - 1) * (tried - plain)
 
 

@@ -99,7 +99,7 @@ class StreamedPart:
 
 @dataclass(frozen=True)
 class Cut:
-    """A streamed layer in parts. ``layer`` of its parts is 0.
+    """A streamed layer in parts. Equal layers share one, so ``layer`` of its parts is 0.
 
     Attributes:
         slot, cast: most bytes of any part.
@@ -180,7 +180,7 @@ def _ends(spans: list[list[int]], limit: int) -> list[int]:
 
 
 def _between(layer: LayerSize, pieces: Sequence[int]) -> list[int]:
-    """Returns bytes between pieces that are read with them, gap by gap; negative where two share bytes."""
+    """Returns the bytes of each gap that is read with these pieces; a negative number where two ranges overlap."""
     if len(pieces) < 2:
         return []
     ranges = list[tuple[int, int, int]]()
@@ -199,7 +199,7 @@ def _between(layer: LayerSize, pieces: Sequence[int]) -> list[int]:
 
 
 def held_between(layers: Sequence[LayerSize], parts: Sequence[StreamedPart]) -> int | None:
-    """Returns bytes per token of outputs held between two parts of a layer; None if no layer is in parts."""
+    """Returns bytes per token of outputs that wait between two parts of a layer; None if no layer is in parts."""
     # Resident pieces between two parts are computed with the later one.
     found = [_held_before(layers[a.layer], a.pieces[-1] + 1) for a, b in pairwise(parts) if a.layer == b.layer]
     return max(found, default=None)

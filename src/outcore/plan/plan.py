@@ -62,17 +62,17 @@ class Plan(MemoryUse):
         streamed: indices of layers of which something is streamed.
         kept: index of each streamed layer with resident pieces, and the indices of these.
         parts: streamed units in order of computing, without the head.
-        head_streamed: the head is streamed in slices of at most ``unit_bytes``.
+        head_streamed: whether the head is streamed, in slices of at most ``unit_bytes``.
         prefill_step: tokens of a prompt computed at once.
         context: tokens that memory is planned for.
-        bytes_per_token: read from disk for each token.
+        bytes_per_token: bytes read from disk for each token.
         smallest_budget_bytes: the smallest budget that works for this model, context and number of slots.
         pools: index of each layer with an expert cache, and how many experts it has room for. The layer's other weights
             are resident; ``parts`` are streamed only in long passes.
         experts: routed experts of these layers together.
         token_s: predicted seconds for a token (of every sequence).
         ttft_s: predicted seconds from a prompt to the first token.
-        calibrated: predictions rest on measurements of this machine, not on assumptions.
+        calibrated: whether predictions rest on measurements of this machine, not on assumptions.
     """
 
     budget_bytes: int

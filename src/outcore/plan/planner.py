@@ -125,7 +125,7 @@ def smallest_budget(size: ModelSize, **fixed: Any) -> int:
 
 
 def _with_disk(size: ModelSize, asked: Fixed) -> list[ModelSize]:
-    """Returns the model's size without and with KV offload, as far as allowed, the better first."""
+    """Returns the model's size without KV offload, with it, or both in this order, as ``size.kv_disk`` allows."""
     if size.on_disk or not size.kept_apart or size.sequences > 1 or asked.experts:
         return [size]
     there = replace(size, on_disk=True)

@@ -105,7 +105,7 @@ def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passe
 
 
 def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int) -> list[Turn]:
-    """Returns the turns of one shared pass, in order. Arguments as of ``_timing``."""
+    """Returns, in order, the turns of passes that share one reading. Arguments as of ``_timing``."""
     parts: dict[int, list[StreamedPart]] = {}
     for part in plan.parts:
         parts.setdefault(part.layer, []).append(part)
@@ -180,7 +180,7 @@ def simulate(turns: Sequence[Turn], slots: int) -> Timing:
     # The ring starts full, so the first read is for the unit ``slots`` later.
     coming = islice(cycle(reads), slots, None)
     ready = deque([0.0] * slots)  # when each slot has been read into, in the order of units
-    device = disk = 0.0  # when they are free
+    device = disk = 0.0  # when each becomes free
     marks = []
     for _ in range(BEFORE + slots // len(reads)):
         for turn in turns:

@@ -18,7 +18,7 @@ from .planner import WORTH
 # Default limit of sequences: mlx-lm's number, and the most that compute is calibrated for.
 MOST = 32
 
-# Most tokens of prompts that join in one pass, except a single longer prompt: all of them are held at once.
+# Most tokens of prompts that join in one pass, since all are in memory at once. A single longer prompt may join.
 JOINING = 4096
 
 # Room is tried for sequences as long as the longest of all requests, of the shortest 90 %, and of the shortest half.
