@@ -543,7 +543,7 @@ def test_what_cannot_be_meant_is_refused(full: Path, tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_is_refused(quick_model: Path, tmp_path: Path) -> None:
     """Whether or not anything would lie there; and one that can be is not made before it is needed."""
     (tmp_path / "file").write_text("")
-    for path, why in (("file", "it is no folder"), ("no/kv", f"there is no folder {tmp_path / 'no'} to make it in")):
+    for path, why in (("file", "it is not a folder"), ("no/kv", f"there is no folder {tmp_path / 'no'} to make it in")):
         with pytest.raises(
             StoreError, match=re.escape(f"{tmp_path / path}: keys and values cannot be stored there: {why}")
         ):

@@ -1,1 +1,1 @@
-"""Keys and values on disk: KV offload, which joins the core at ``outcore.engine.extensions``."""
+"""KV offload: keys and values of a text kept on disk. Joins the core at ``outcore.engine.extensions``."""

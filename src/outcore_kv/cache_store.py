@@ -1,8 +1,8 @@
 """Stores one cache's keys and values on disk: whole blocks of tokens in a file, the last few tokens in memory.
 
-In the file, tokens of a head are contiguous, so that they are read at once into the array that mlx-lm's own cache would
-have, spare room included: the same shapes and strides, and so the same kernels and bits. The stored state is an
-immutable value that is replaced once everything is written, so an earlier one can be restored.
+In the file the tokens of a head are contiguous, so one read brings them into an array like that of mlx-lm's own cache,
+spare room included: with the same shapes and strides, kernels and bits are the same. The stored state is an immutable
+value that is replaced after everything is written, so an earlier state can be restored.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from outcore.sizes import BLOCK, round_up
 
 from .scratch import Region, Scratch
 
-# Tokens of a block: mlx-lm's caches grow by as many (``KVCache.step``).
+# Tokens of a block, by which mlx-lm's caches grow (``KVCache.step``).
 TOKENS = 256
 
-# Tokens that are copied out of a cache at a time.
+# Most tokens that are copied out of a cache at a time.
 WRITTEN = 2048
 
 Bytes = npt.NDArray[np.uint8]
@@ -35,7 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Tensor:
-    """Keys or values, or a part of quantized ones: (1, ``heads``, tokens, ``features``)."""
+    """Keys or values, or one of the arrays of quantized ones: (1, ``heads``, tokens, ``features``)."""
 
     path: str
     heads: int
@@ -49,13 +49,13 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """The layout of tensors in a region with room for ``tokens`` tokens."""
+    """How tensors are laid out in a region of the file with room for ``tokens`` tokens."""
 
     tensors: tuple[Tensor, ...]
     tokens: int = 0
 
     def places(self) -> list[int]:
-        """Returns the offset of each tensor's first head in a region, and the region's end."""
+        """Returns the byte offset of each tensor's first head in a region, and the region's end."""
         places = [0]
         for t in self.tensors:
             places.append(places[-1] + t.heads * self.head(t))
@@ -65,7 +65,7 @@ class Form:
         return round_up(self.tokens * t.row, BLOCK)
 
     def slot_places(self, room: int) -> list[int]:
-        """Returns the offset in a slot of each array with room for ``room`` tokens, and their end."""
+        """Returns the byte offset in a slot of each array with room for ``room`` tokens, and the end of the last."""
         places = [0]
         for t in self.tensors:
             places.append(round_up(places[-1] + t.heads * room * t.row, BLOCK))
@@ -77,10 +77,10 @@ class StoredTokens:
     """The stored state of a cache.
 
     Attributes:
-        room: tokens that the cache's arrays had room for.
-        written: tokens in ``region``; later ones are in ``tail``, (heads, tokens, bytes) of each tensor.
-        changes: how often tokens on disk were trimmed, so that others took their places.
-        bits: (group size, bits) to quantize with when the cache is needed next.
+        room: number of tokens that the cache's arrays had room for.
+        written: how many tokens are in ``region``; later ones are in ``tail``, (heads, tokens, bytes) for each tensor.
+        changes: how often tokens on disk were trimmed and replaced by others.
+        bits: (group size, bits) with which the tokens are quantized when they are read next; None: not.
     """
 
     offset: int = 0
@@ -94,7 +94,7 @@ class StoredTokens:
 
 
 class CacheStore:
-    """Stores a cache's keys and values, with room for so many tokens at first."""
+    """Stores a cache's keys and values; the file has room for at least ``tokens`` tokens of it."""
 
     __slots__ = ("__weakref__", "held", "scratch", "tokens")
 
@@ -110,7 +110,7 @@ class CacheStore:
             if away:
                 self.detach(cache)
             else:
-                # It could not be stored.
+                # It was in memory, since it could not be stored.
                 as_plain(cache)
                 cache.__dict__.update(own)
             cache.offset = offset
@@ -120,13 +120,13 @@ class CacheStore:
     # To disk
 
     def detach(self, cache: Any) -> None:
-        """Drops the cache's arrays: this store has their contents."""
+        """Drops the cache's arrays; their contents are in this store."""
         as_offloaded(cache)
         cache.__dict__[KEEPER] = self
 
     def save(self, cache: Any, base: int) -> None:
-        """Stores a cache, whose first ``base`` tokens are stored already. Changes nothing if it cannot be written
-        (StoreError)."""
+        """Stores a cache of which the first ``base`` tokens are stored already. Raises StoreError if it cannot be
+        written; then nothing has changed."""
         if cache.keys is None:
             self.held = StoredTokens()
         else:
@@ -142,7 +142,7 @@ class CacheStore:
             base = 0
         base = min(base, offset)
         if base < held.written:
-            # The cache was trimmed to less than what is on disk.
+            # The cache was trimmed to fewer tokens than are on disk.
             held = replace(held, written=base, tail=(), changes=held.changes + 1)
         whole = offset // TOKENS * TOKENS
         plain = [a for _, a in arrays]
@@ -169,7 +169,7 @@ class CacheStore:
         return min(self.held.written, offset)
 
     def extents(self, offset: int, at: int) -> list[Extent]:
-        """Returns the reads that bring these tokens into a slot whose arrays begin at byte ``at``."""
+        """Returns the reads that bring the tokens on disk into a slot whose arrays begin at byte ``at``."""
         held, tokens = self.held, self.on_disk(offset)
         if not tokens or held.region is None:
             return []
@@ -185,7 +185,7 @@ class CacheStore:
         return found
 
     def finish(self, offset: int, target: Bytes) -> None:
-        """Copies the tokens that are not on disk into a slot; ``target`` begins where the arrays do."""
+        """Copies the tokens that are in memory into a slot; ``target`` begins where the slot's arrays do."""
         held, tokens = self.held, self.on_disk(offset)
         if tokens == offset:
             return
@@ -198,7 +198,7 @@ class CacheStore:
         return self.held.form.slot_places(self.held.room)[-1]
 
     def attach(self, cache: Any, slot: mx.array) -> None:
-        """Turns the cache back into mlx-lm's class, with these uint8 bytes as its arrays. Evaluates nothing."""
+        """Turns the cache back into mlx-lm's class, with views of ``slot``, uint8, as its arrays. Evaluates nothing."""
         held = self.held
         as_plain(cache)
         if not cache.offset or held.region is None:
@@ -220,7 +220,7 @@ class CacheStore:
         cache.__dict__.pop(KEEPER, None)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Copies of a cache have no store: while a cache is in use, it holds all of its tokens itself."""
+        """A copy of a cache has no store; it has all tokens in memory."""
         return type(None), ()
 
     def read_all(self, offset: int) -> Bytes:
@@ -245,7 +245,7 @@ def _arrays(cache: Any) -> list[tuple[str, mx.array]]:
 
 
 def _copied(arrays: Sequence[mx.array], begin: int, end: int) -> list[Bytes]:
-    """Copies tokens of arrays of shape (1, heads, tokens, features) as bytes (heads, tokens, bytes of a token)."""
+    """Copies tokens of arrays (1, heads, tokens, features) as bytes, uint8 (heads, tokens, bytes of a token)."""
     parts = [mx.contiguous(a[0, :, begin:end, :]).view(mx.uint8) for a in arrays]
     mx.eval(parts)
     return [np.array(p) for p in parts]
@@ -258,8 +258,8 @@ def _with_room(tail: Bytes) -> Bytes:
 
 
 def _longer(held: StoredTokens, arrays: Sequence[mx.array], base: int, offset: int) -> tuple[Bytes, ...]:
-    """Returns the tail with the tokens after the first ``base`` appended; earlier states may still use the
-    first ones."""
+    """Returns the tail with the tokens from ``base`` on written into it. Earlier states may use its first tokens, which
+    do not change."""
     if not held.tail:
         return tuple(_with_room(t) for t in _copied(arrays, held.written, offset))
     new = _copied(arrays, base, offset)
@@ -273,10 +273,10 @@ KEPT = ("keys", "values")
 
 
 class Offloaded:
-    """Mixed in before a cache's own class while its keys and values are on disk. Trimming only changes its offset.
+    """Base class of a cache while its keys and values are on disk, before mlx-lm's. Trimming only changes its offset.
 
-    Reading keys or values loads them for the caller. Assigning to them, or adding tokens outside of a streamed layer,
-    brings them back to memory for good.
+    Reading keys or values loads them for the caller only. Assigning to them, or adding tokens outside of a streamed
+    layer, brings them back into memory for good.
     """
 
     offset: int
@@ -302,11 +302,11 @@ class Offloaded:
 
     def update_and_fetch(self, keys: Any, values: Any) -> Any:
         self._keeper.bring_back(self)
-        cache: Any = self  # now of its own class
+        cache: Any = self  # ``bring_back`` has made it a ``KVCache`` again
         return cache.update_and_fetch(keys, values)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        """As mlx-lm's, but when the cache is needed next."""
+        """As mlx-lm's, but quantizes when the cache is read next."""
         return self._keeper.quantized(self, group_size, bits)
 
     def empty(self) -> bool:
@@ -334,7 +334,7 @@ def _made(kind: Any, attributes: dict[str, Any]) -> Any:
 
 
 _OFFLOADED: dict[type, type] = {
-    # Named like mlx-lm's classes, as prompt cache files store the class name.
+    # Named like mlx-lm's classes, because files of prompt caches store the class name.
     KVCache: type("KVCache", (Offloaded, KVCache), {"__module__": __name__}),
     QuantizedKVCache: type(
         "QuantizedKVCache", (Offloaded, QuantizedKVCache), {"__module__": __name__, "to_quantized": property()}

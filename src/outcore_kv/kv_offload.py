@@ -1,9 +1,9 @@
 """KV offload: reads each streamed layer's keys and values into a slot before the layer is computed, and stores them
 after.
 
-Two slots form a ring of their own, in step with the ring of weights. While its layer is computed, a cache is mlx-lm's
-own, with arrays that show a slot; as MLX copies an array that others refer to when it writes new tokens, it never
-writes to a slot. Afterwards whole blocks go to the file and the rest stays in memory.
+Two slots form a second ring, in step with the ring of weights. While its layer is computed, a cache is mlx-lm's own,
+and its arrays are views of a slot. When MLX writes new tokens, it copies an array to which others refer, so it never
+writes to a slot. Afterwards whole blocks are written to the file and the rest stays in memory.
 
 Resident layers keep their keys and values in memory as well: a byte of them costs what a byte of weights does.
 """
@@ -44,13 +44,13 @@ __all__ = ["check_room", "offloader", "try_folder"]
 SLOTS = 2
 
 KV_FOLDER = "kv"
-# Most tokens that the file has room for from the start. It is sparse.
+# Most tokens for which each cache has room in the file from the start. The file is sparse.
 LONGEST = 1 << 20
 
 
 @dataclass(frozen=True)
 class KvLayer:
-    """A layer whose caches are offloaded: its module's id, its name, and the indices of its caches."""
+    """A layer whose caches are offloaded: the id of its module, its name, and the numbers of its caches."""
 
     module: int
     name: str
@@ -59,13 +59,13 @@ class KvLayer:
 
 @dataclass
 class _OpenLayer:
-    """A layer whose caches are mlx-lm's own for now.
+    """A layer whose caches are mlx-lm's own at the moment, because it is being computed.
 
     Attributes:
-        slot: that their arrays show; None: they exceed it and were read into memory of their own.
-        caches: each with the tokens that were stored of it before.
-        needed: stores whose tokens are in the slot, even if their caches were replaced since.
-        arrived: the slot's bytes have arrived.
+        slot: the slot of the caches' arrays; None: they exceed it and were read into other memory.
+        caches: each with its store and how many of its tokens were stored before.
+        needed: stores whose tokens are in the slot, and how many, even if their caches were replaced later.
+        arrived: whether the slot's bytes have arrived.
     """
 
     slot: int | None
@@ -75,7 +75,7 @@ class _OpenLayer:
     arrived: bool = False
 
 
-# A prefetch: the store, its region and changes, the room of its arrays, and its tokens.
+# What a prefetch read: the store, its region and changes, the room of its arrays, and the number of tokens.
 _Was = tuple[CacheStore, object, int, int]
 
 
@@ -84,8 +84,8 @@ class KvDisk:
 
     Args:
         layers: in the order of a pass.
-        tokens: room in the file for each cache, at first.
-        drain: waits for running work, so that slots are released.
+        tokens: number of tokens for which each cache has room in the file at first.
+        drain: waits for the layers that are being computed, so that slots are released.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class KvDisk:
                 cache = each[n] if n < len(each) else None
                 store = keeper_of(cache)
                 if isinstance(store, CacheStore) and store.scratch is not self._scratch:
-                    # It belongs to another model, perhaps with the same weights.
+                    # Another model, perhaps with the same weights, stored it.
                     in_memory([cache])
                 if type(cache) in PLAIN and keeper_of(cache) is None and _alone(cache):
                     CacheStore(self._scratch, self._tokens).save(cache, 0)
@@ -154,14 +154,14 @@ class KvDisk:
         self._ring.begin_pass()
 
     def enter(self, module: int, caches: Sequence[Any], building: bool) -> None:
-        """Gives a layer's caches their arrays before its call; ``building``: only a graph is built, perhaps of several
-        passes."""
+        """Gives a layer's caches their arrays before the layer's call. ``building``: only a graph is built, perhaps of
+        several passes, and the read is waited for later (``arrive``)."""
         unit = self._index.get(module)
         if unit is None:
             return
         turn = self._open.get(unit)
         if turn is not None:
-            # A further pass: quantizing replaces the caches.
+            # A further pass that shares this reading; quantizing may have replaced the caches.
             turn.caches = [self._replaced(old, c) for old, c in zip(turn.caches, _offloadable(caches), strict=True)]
             return
         mine = _offloadable(caches)
@@ -194,7 +194,7 @@ class KvDisk:
         return store
 
     def _fit(self, store: Sequence[CacheStore]) -> bool:
-        """Whether a slot has room for these caches; texts without a reservation may outgrow it."""
+        """Whether a slot has room for these caches. Texts that no room was reserved for may outgrow it."""
         return sum(k.nbytes for k in store) <= self.slot_bytes
 
     def arrive(self, module: int) -> None:
@@ -220,7 +220,7 @@ class KvDisk:
         turn.arrived = True
 
     def computed(self, module: int) -> None:
-        """Stores the keys and values of a computed layer; they stay in memory if that fails (StoreError)."""
+        """Stores the keys and values of a computed layer. Raises StoreError if that fails; they are in memory then."""
         unit = self._index.get(module)
         turn = None if unit is None else self._open.get(unit)
         if unit is None or turn is None:
@@ -230,7 +230,7 @@ class KvDisk:
                 if _alone(cache):
                     store.save(cache, base)
                 else:
-                    cache.__dict__.pop(KEEPER, None)  # several sequences stay in memory
+                    cache.__dict__.pop(KEEPER, None)  # caches of several sequences stay in memory
         del self._open[unit]
         if turn.lease is not None:
             self._ring.release(turn.lease)
@@ -247,10 +247,10 @@ class KvDisk:
     # Reads
 
     def _reads(self, unit: int) -> Partly:
-        """Returns the reads for a layer: the stored tokens of the caches that it used last."""
+        """Returns the reads of a layer's keys and values: the stored tokens of the caches of its last call."""
         turn = self._open.get(unit)
         if turn is not None and not turn.arrived:
-            # Its graph is built, but it is not computed yet.
+            # The layer's graph is built, but not computed yet.
             needed = turn.needed
         else:
             caches = [c for ref in self._last[unit] if isinstance(c := ref(), Offloaded) and c.offset]

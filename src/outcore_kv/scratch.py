@@ -1,7 +1,7 @@
-"""An unnamed file for keys and values, which disappears with the process however that ends.
+"""An unnamed file for keys and values, which disappears when the process ends, however it ends.
 
-It is sparse: only what was written takes room. Its regions are freed once unreferenced. Not thread-safe, except that
-any thread may drop a region.
+The file is sparse: only bytes that were written take room. A region is freed when nothing refers to it any more. Not
+thread-safe, but any thread may drop a region.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Region:
 
 
 def try_folder(folder: Path) -> None:
-    """Raises StoreError if a folder cannot hold keys and values; finds out by trying, and leaves nothing behind."""
+    """Raises StoreError if a folder cannot hold keys and values; tries it with a file that it removes again."""
     scratch = Scratch(folder)
     scratch.close()
     if scratch.made:
@@ -47,24 +47,24 @@ def try_folder(folder: Path) -> None:
 
 
 class Scratch:
-    """A file in ``folder`` that is unlinked before anything is written. Creates the folder in an existing parent.
+    """A file in ``folder`` that is unlinked before anything is written. Creates the folder if its parent exists.
 
     Attributes:
-        made: the folder was created.
+        made: whether the folder was created.
 
     Raises:
-        StoreError: the file cannot be made, or in a method, written or read.
+        StoreError: the file cannot be made or, in a method, written or read.
     """
 
     def __init__(self, folder: Path, io: str = "auto") -> None:
-        with contextlib.suppress(RuntimeError):  # "~name" without such a user: it may be a folder
+        with contextlib.suppress(RuntimeError):  # no user of the name in "~name": the folder may have that name
             folder = folder.expanduser()
         self.folder = folder
         self._calls = disk_calls.system()
         self._end = 0
         self._free: dict[int, list[int]] = {}
         self._held: dict[weakref.ref[Region], tuple[int, int]] = {}  # offset and bytes
-        # The interpreter appends without running Python code, in which a Ctrl-C could get lost.
+        # ``deque.append`` is the callback because it runs no Python code, in which a Ctrl-C could get lost.
         self._gone: deque[weakref.ref[Region]] = deque()
         try:
             self.made = not folder.is_dir()
@@ -72,7 +72,7 @@ class Scratch:
             path = folder / f".outcore-kv-{os.getpid()}-{secrets.token_hex(8)}"
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as e:
-            why = "it is no folder" if e.errno == errno.EEXIST else e.strerror
+            why = "it is not a folder" if e.errno == errno.EEXIST else e.strerror
             if not folder.parent.is_dir():
                 why = f"there is no folder {folder.parent} to make it in; make that"
             raise StoreError(
@@ -88,7 +88,7 @@ class Scratch:
         finally:
             with contextlib.suppress(OSError):
                 path.unlink()
-        # Written data should go to the disk, not stay in the page cache (macOS sets this per file).
+        # Written data should not stay in the page cache (macOS sets this for each file).
         self._calls.around_cache(self._fd)
         self._closed = False
 
@@ -114,12 +114,12 @@ class Scratch:
         return region
 
     def tidy(self) -> None:
-        """Frees regions that are not referenced any more."""
+        """Frees the regions to which nothing refers any more."""
         while self._gone and not self._closed:
             offset, nbytes = self._held.pop(self._gone.popleft())
             self._free.setdefault(nbytes, []).append(offset)
             if sys.platform == "linux":
-                # File systems without it free the space when the file goes.
+                # File systems that cannot punch holes free the space when the file is closed.
                 with contextlib.suppress(AttributeError):
                     call = ctypes.CDLL(None).fallocate
                     call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]

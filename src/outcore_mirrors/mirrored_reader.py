@@ -1,8 +1,8 @@
-"""A reader that reads the parts of each unit from several folders with the same bytes, so that the disks' rates add up.
+"""A reader that reads parts of each unit from several folders with the same files, so that the disks' rates add up.
 
-Each part is read from the folder that will finish it first, by its measured rate and the bytes already requested from
-it. A slow disk therefore reads little, and one too slow to help reads nothing. If a folder fails, another reads the
-part.
+Each part is read from the folder that will finish it first, by the folder's measured rate and the bytes that were
+already requested from it. A slow disk therefore reads little, and one too slow to help reads nothing. If a folder
+fails, another reads the part.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from outcore.disk.reader import CHUNK, THREADS, FileReader, Read, pieces
 from outcore.errors import ReadError
 from outcore.sizes import BLOCK
 
-LEAST_CHUNK, PARTS = 256 << 10, 16  # least bytes of a part, and parts of a unit, so that folders finish together
-LEARN = 4  # parts requested from a folder whose rate is unknown
+LEAST_CHUNK, PARTS = 256 << 10, 16  # least bytes of a part; most parts of a unit, so that folders finish together
+LEARN = 4  # most parts requested at a time from a folder whose rate is unknown
 MEMORY_S = 0.5  # seconds of reading after which earlier measurements count half
 
 
@@ -34,10 +34,10 @@ class Replica:
     """A folder to read from.
 
     Attributes:
-        copies: the model's files → this folder's copies; None: the model's own folder.
-        states: each copy's ``state_of`` when it was compared.
-        lost: why it is no longer read; None: it is.
-        nbytes: bytes read from it.
+        copies: this folder's copy of each of the model's files; None: this is the model's own folder.
+        states: each copy's ``state_of`` when it was compared with the model's file.
+        lost: why the folder is no longer read; None: it is read.
+        nbytes: bytes read from the folder.
     """
 
     folder: Path
@@ -51,10 +51,10 @@ class Replica:
 
 
 class Replicas:
-    """A model's own folder and its mirrors, for as long as the model lives; a lost folder stays lost.
+    """A model's own folder and its mirrors. A folder that is lost once is not read again.
 
     Attributes:
-        all: the own folder first.
+        all: the folders, the model's own first.
         note: called, in any thread, when a folder is lost.
     """
 
@@ -68,9 +68,8 @@ class Replicas:
         return self.all[1:]
 
     def open(self, file: Path, io: str, calls: DiskCalls) -> dict[int, OpenFile]:
-        """Open a file in each folder that has it, by the folders' numbers. A folder whose copy is missing or changed is
-        lost.
-        """
+        """Opens a file in each folder that has it; returns the open files by the folders' numbers. A folder whose copy
+        is missing or has changed is lost."""
         found: dict[int, OpenFile] = {}
         failed: dict[int, ReadError] = {}
         for n, replica in enumerate(self.all):
@@ -92,7 +91,7 @@ class Replicas:
         return found
 
     def check(self, holders: Mapping[int, OpenFile]) -> None:
-        """Check one file in each folder. A folder whose file changed is lost if another folder has the file.
+        """Checks one file in each folder. A folder whose file has changed is lost if another folder has the file.
 
         Raises:
             ReadError, OSError: the file changed, and no other folder has it.
@@ -122,11 +121,11 @@ class Replicas:
 
 
 class FolderPace:
-    """A folder's recent reading rate and its outstanding requests.
+    """How fast a folder was read recently, and what is requested from it.
 
     Attributes:
-        rate: bytes per second with a request outstanding; 0: unknown.
-        waiting: bytes requested and not yet read, in so many ``parts``.
+        rate: bytes per second while anything was requested; 0: unknown.
+        waiting: bytes requested and not read yet. ``parts``: the number of these requests.
     """
 
     def __init__(self) -> None:
@@ -139,7 +138,7 @@ class FolderPace:
         self.waiting, self.parts = self.waiting + nbytes, self.parts + 1
 
     def ended(self, nbytes: int, came: bool, now: float) -> None:
-        """Record the end of a requested part; ``came``: without an error."""
+        """Records the end of a requested part. ``came``: it was read without an error."""
         self.waiting, self.parts = self.waiting - nbytes, self.parts - 1
         self._nbytes += nbytes if came else 0
         self._seconds, self._since = self._seconds + now - self._since, now
@@ -149,22 +148,22 @@ class FolderPace:
             self._nbytes, self._seconds = self._nbytes / 2, self._seconds / 2
 
     def done_in(self, nbytes: int) -> float:
-        """Return the seconds until ``nbytes`` more are read; 0 for ``LEARN`` parts if the rate is unknown."""
+        """Returns the seconds until ``nbytes`` more are read. Rate unknown: 0 up to ``LEARN`` parts, then infinity."""
         if not self.rate:
             return 0.0 if self.parts < LEARN else math.inf
         return (self.waiting + nbytes) / self.rate
 
 
 def quickest(paces: Sequence[FolderPace], folders: Collection[int], nbytes: int) -> int:
-    """Return the folder that will finish first; the first of them if none is known."""
+    """Returns the number of the folder that will finish first; of equal ones the first."""
     return min(folders, key=lambda n: (paces[n].done_in(nbytes), n))
 
 
 class MirroredReader:
-    """A ``FileReader`` for each folder.
+    """Reads from several folders, with a ``FileReader`` for each.
 
     Args:
-        threads: of each folder; the other arguments are as in ``FileReader``.
+        threads: number of threads for each folder. The other arguments are as in ``FileReader``.
     """
 
     def __init__(
@@ -249,7 +248,7 @@ class MirroredReader:
             self._paces[n].ended(extent.nbytes, part.error is None, self._clock())
         self._replicas.count(n, part.nbytes)
         if part.error is not None and not whole.cancelled:
-            # Noted before the retry, so that the thread waiting for the unit finds the note.
+            # ``note`` is called before the retry, so that the thread that waits for the unit finds the note.
             if not part.passing and self._elsewhere(extent.file, n):
                 self._lose(n, str(part.error))
             if self._ask(whole, extent, target, tried):

@@ -1,7 +1,6 @@
 """Finds copies of a model's folder on other disks, and compares them with it before anything is read from them.
 
-Nothing that a copy says about itself counts: file sizes must equal the model's, and before the first answer every byte
-is compared once.
+File sizes must equal the model's, and before its first use every byte of a copy is compared once.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ COPY = "copy the folder again (cp -rL)"
 
 PIECE = 32 << 20  # Bytes of each file that are compared at a time.
 
-# The cache folder with marks of mirrors that were compared, and the version of these marks.
+# The folder in the cache with an empty file for each finished comparison, and the version of these marks.
 FOLDER, VERSION = "mirrors", 1
 
 
@@ -67,12 +66,12 @@ def find_mirrors(named: Sequence[Path], checkpoint: Checkpoint) -> FoundMirrors:
 
 
 def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
-    """Find the copies of a model's files in a folder, or in a subfolder with the model's name.
+    """Finds the copies of a model's files in a folder, or in a subfolder with the model's name.
 
-    Missing files are read from the model's own folder alone; an existing file must be a copy.
+    Files that the folder lacks are read from the model's own folder alone; those that it has must be copies.
 
     Raises:
-        StoreError: there is no copy, or a file is no copy of the model's as it is now (named, with the reason).
+        StoreError: there is no copy, or a file differs from the model's in size, or is not a file of its own.
     """
     own = checkpoint.folder.absolute()
     try:
@@ -90,7 +89,7 @@ def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
             f"{files[0]}{' …' * (len(files) > 1)} must be in it or in {named / own.name}: copy the model's folder "
             "there (cp -rL), or mount the disk"
         )
-    # The states are taken first, so that a change during the comparison is noticed when the copy is opened.
+    # Taken before the comparison, so that a change during it is noticed when the copy is opened.
     copies = {file: there / file.name for file in checkpoint.files if os.path.lexists(there / file.name)}
     states = {copy: state_of(copy) for copy in copies.values()}
     for file, copy in copies.items():
@@ -109,10 +108,10 @@ def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
 
 
 def compare_whole(mirror: Replica, checkpoint: Checkpoint, progress: Progress) -> None:
-    """Check that every byte of a mirror is the model's, unless an earlier comparison found it so; store the result.
+    """Checks that a mirror has the model's bytes, unless an earlier comparison has found that; stores the result.
 
     Raises:
-        StoreError: a byte differs (named).
+        StoreError: a byte differs; the message names it.
         ReadError: a file cannot be read.
     """
     assert mirror.copies is not None
@@ -146,11 +145,11 @@ def compare_whole(mirror: Replica, checkpoint: Checkpoint, progress: Progress) -
 
 
 def _mark(mirror: Replica, checkpoint: Checkpoint) -> Path | None:
-    """Return the mark file of a finished comparison, for the present state of mirror and model; None if none can be
-    kept."""
+    """Returns the path of the file that marks a finished comparison of this state of mirror and model; None if the
+    state cannot be read."""
     try:
         found = [(str(copy.resolve()), copy.stat()) for copy in (mirror.copies or {}).values()]
-        # Without the device number, which changes when a disk is plugged in again.
+        # No device number, as it changes when a disk is plugged in again.
         states = [(name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found]
         key = repr([VERSION, identity_of(checkpoint), sorted(states)])
         return cache_dir() / FOLDER / xxhash.xxh3_128_hexdigest(key.encode())

@@ -1,14 +1,14 @@
-"""Encodes matrices of a packed copy in other forms (codings), and finds their decoders. Every coding is lossless.
+"""Encodes matrices of a packed copy in other forms (codings), and finds the decoders of stored ones. All are lossless.
 
-``compact`` reads all values of a matrix and is used if it takes fewer disk blocks; planes depend on shape and type
-only.
+There are two forms. ``planes`` (``stored_planes``) is chosen by shape and type alone. ``compact`` is used for a matrix
+only if it takes fewer disk blocks, for which all values are read.
 
-``compact`` stores bfloat16 matrices in three quarters of their bytes, since trained weights have few exponents. A
-weight's sign and mantissa are a byte. Its exponent is a 4-bit code for one of the 16 most frequent in its matrix; any
-other exponent is in a list of escapes. Positions are fixed, so a GPU decodes every weight independently. (SplitZip's
-layout.) A row is stored as its bytes, then its codes, two per byte, the lower four bits first. The side table, in
-32-bit words: the 16 exponents in four words, the start of each row's escapes and the end of the last, and the escapes
-in order, as column * 256 + exponent.
+``compact`` stores bfloat16 matrices in three quarters of their bytes, since trained weights have few different
+exponents. Sign and mantissa of a weight are one byte. The exponent is a 4-bit code for one of the 16 most frequent ones
+in the matrix; any other exponent is in a list of escapes. Positions are fixed, so a GPU decodes every weight
+independently (SplitZip's layout). A row is stored as these bytes, then its codes, two per byte, the first in the lower
+four bits. The side table, in 32-bit words: the 16 exponents in four words; where each row's escapes begin, and the end
+of the last row's; and the escapes in order, as column * 256 + exponent.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from outcore.sizes import BLOCK, round_up
 from .stored_planes import Planes, could_be_cut, cut_modules, gpu_kernel
 
 EXPONENTS = 16
-# Columns are a multiple of this, so that rows are whole 32-bit words, and fewer than 2 ** 24, to fit an escape.
+# The number of columns is a multiple of this, so that rows are whole 32-bit words, and below 2 ** 24, to fit an escape.
 COLUMNS = 8
 
-# The largest side table, as a part of the matrix's bytes, since it stays in memory. (0.002 in a trained model.)
+# The largest side table, as a fraction of the matrix's bytes, since it stays in memory. (0.002 in a trained model.)
 SIDE_TABLE = 1 / 16
 
 ROWS_BYTES = 4 << 20  # Bytes of weights that are examined or encoded at a time.
@@ -51,13 +51,13 @@ SideTable = NDArray[np.uint32]
 
 
 def could_be_split(shape: tuple[int, ...]) -> bool:
-    """Whether a bfloat16 matrix of this shape can be stored in this form."""
+    """Whether a bfloat16 matrix of this shape can be stored as ``compact``."""
     whole = len(shape) == 2 and shape[1] % COLUMNS == 0
     return whole and shape[0] > 1 and 0 < shape[1] < 1 << 24 and shape[0] * shape[1] < 1 << 31
 
 
 def side_table_of(weights: Words) -> SideTable | None:
-    """Return the side table of these bfloat16 weights, given as their 16 bits; None if it would be too large."""
+    """Returns the side table of bfloat16 weights, given as uint16; None if it would be too large."""
     counts = np.zeros(256, np.int64)
     for block in _blocks(weights):
         counts += np.bincount(_exponents(block).reshape(-1), minlength=256)
@@ -90,12 +90,12 @@ def _exponents(weights: Words) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class SplitDecoder:
-    """Decodes one matrix. Its arrays stay in memory.
+    """Encodes and decodes one ``compact`` matrix. Its arrays stay in memory.
 
     Attributes:
         shape: of the weights.
         table: the exponents, uint8 (16,). ``escapes``: each row's start, then the escapes, uint32.
-        at: position of each escape in the matrix, uint32; on a CPU only.
+        at: position of each escape in the matrix, uint32; empty except on a CPU.
     """
 
     shape: tuple[int, ...]
@@ -116,10 +116,10 @@ class SplitDecoder:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], side_table: SideTable) -> SplitDecoder:
-        """Make the decoder from the side table.
+        """Makes the decoder from the side table.
 
         Raises:
-            ValueError: it does not fit the matrix, so decoding would read out of bounds.
+            ValueError: the table does not fit the matrix, so decoding would read out of bounds.
         """
         words = EXPONENTS // 4
         starts, escapes = side_table[words : words + shape[0] + 1], side_table[words + shape[0] + 1 :]
@@ -163,10 +163,10 @@ class SplitDecoder:
 
 
 def _by_operations(rows: mx.array, table: mx.array, escapes: mx.array, at: mx.array) -> mx.array:
-    """Decode on a CPU; returns uint16.
+    """Decodes on a CPU; returns uint16.
 
-    One fused operation, into whose result the escapes are written: MLX allocates when it queues an operation, so
-    intermediate results of several matrices would be in memory at once.
+    One fused operation decodes all weights; the escapes are then written into its result. MLX allocates when it queues
+    an operation, so with more operations intermediate results of several matrices would be in memory at once.
     """
     columns = rows.shape[1] // 3 * 2
     signs = rows[:, :columns]
@@ -182,7 +182,7 @@ def _by_operations(rows: mx.array, table: mx.array, escapes: mx.array, at: mx.ar
 def _assembled() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     def assembled(signs: mx.array, pairs: mx.array, table: mx.array) -> mx.array:
         codes = (pairs >> mx.array([0, 4], mx.uint8)) & 0xF
-        # The table is viewed as two integers whose bytes are the exponents.
+        # The table is two integers whose bytes are the exponents.
         exponents = mx.where(codes < 8, table[0], table[1]) >> ((codes & 7) * 8).astype(mx.uint64)
         wide = signs.astype(mx.uint16)
         return ((wide & 0x80) << 8) | ((exponents.astype(mx.uint16) & 0xFF) << 7) | (wide & 0x7F)
@@ -193,7 +193,7 @@ def _assembled() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
 
 @cache
 def splitting_kernel() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
-    """Return a GPU kernel whose threads decode four weights each."""
+    """Makes a GPU kernel; each of its threads decodes four weights."""
     kernel = gpu_kernel("split16", ("words", "halves", "exponents", "side_table", "sizes"), SPLITTING_SOURCE)
 
     def decode(rows: mx.array, table: mx.array, side_table: mx.array) -> mx.array:
@@ -205,8 +205,8 @@ def splitting_kernel() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     return decode
 
 
-# The kernel's source: C for both CUDA and Metal. Neighbouring threads read neighbouring words, since a slot may be read
-# over a bus. The table's bounds were checked before.
+# The kernel's source: C that both CUDA and Metal accept. Neighbouring threads read neighbouring words, since a slot may
+# be read over a bus. ``SplitDecoder.of`` has checked the table's bounds.
 SPLITTING_SOURCE = """if (at >= sizes[0]) return;
 unsigned int row = at / sizes[1], four = at % sizes[1];
 unsigned int bytes = words[row * (sizes[1] / 2 * 3) + four];
@@ -237,14 +237,14 @@ out[2 * at + 1] = ((bytes >> 16) & 127u) | (e2 << 7) | ((bytes >> 8) & 32768u)
 
 Form = SplitDecoder | Planes
 
-# By name in manifests: makes the form from the stored bytes' shape, the manifest's entry and the side table, or raises
-# ``ValueError`` if no matrix is stored so.
+# By the coding's name in manifests: a function that makes the form from the stored bytes' shape, the manifest's entry
+# and the side table. It raises ``ValueError`` if these do not fit together.
 FORMS: dict[str, Callable[[tuple[int, ...], Coded, Any], Form]] = {SPLIT: SplitDecoder.found, PLANES: Planes.found}
 
 
 @dataclass(frozen=True)
 class Coding:
-    """The coding of one tensor: its manifest entry and the form that encodes and decodes it."""
+    """The coding of one tensor: its path, its manifest entry, and the form that encodes and decodes it."""
 
     path: str
     coded: Coded
@@ -252,7 +252,7 @@ class Coding:
 
     @property
     def spec(self) -> Spec:
-        """The tensor that is stored in its place and read in each pass."""
+        """The tensor that is stored in place of this one and that each pass reads."""
         return self.coded.name(self.path), mx.uint8, self.form.stored_shape
 
     @property
@@ -267,11 +267,11 @@ class Coding:
 def choose(
     layers: Sequence[Layer], coding: str, pieces: dict[str, Plain], progress: Progress | None
 ) -> dict[str, Coding]:
-    """Choose the codings of these layers' tensors, by path. Reads the tensors one after the other.
+    """Chooses the codings of these layers' tensors; returns them by path. Reads the tensors one after the other.
 
     Args:
-        coding: of the copy: ``compact``, or ``planes:BITS`` for the layers that can draft with so many high bits.
-        pieces: sources of the tensors; consumed.
+        coding: of the copy: ``compact``, or ``planes:BITS`` for layers that can draft with BITS high bits.
+        pieces: the sources of the tensors, by path; emptied.
     """
     found = {}
     for n, layer in enumerate(layers):
@@ -296,7 +296,7 @@ def choose(
 
 
 def _fewer_blocks(words: Any) -> SplitDecoder | None:
-    """Return a matrix's split form if it takes fewer disk blocks, else None."""
+    """Returns a matrix's ``compact`` form if it takes fewer disk blocks, else None."""
     side_table = side_table_of(words)
     if side_table is None:
         return None
@@ -306,7 +306,7 @@ def _fewer_blocks(words: Any) -> SplitDecoder | None:
 
 
 def with_codings(pieces: Mapping[str, Plain], codings: Mapping[str, Coding]) -> Pieces:
-    """Return the sources of what is written; ``pieces``: those of the tensors as they are used."""
+    """Returns the sources of what is written. ``pieces``: the sources of the tensors as they are used."""
     made: Pieces = dict(pieces)
     for path, coding in codings.items():
         made[coding.coded.name(path)] = Encoding(coding.form.stored_shape, partial(coding.encoded, pieces[path]))
@@ -325,7 +325,7 @@ def _elements(path: str, plain: Plain, shape: Sequence[int], dtype: str) -> Any:
 def as_used(
     folder: Path, tensors: Mapping[str, TensorInfo], codings: Mapping[str, Coded]
 ) -> tuple[dict[str, TensorInfo], dict[str, Decoder]]:
-    """As in ``Codings``. Checks everything, and reads the decoders' side tables."""
+    """As in ``Codings``: returns the tensors as they are used and their decoders, and checks all. Reads side tables."""
     used, decoders = dict(tensors), dict[str, Decoder]()
     for path, coded in codings.items():
         stored = used.pop(coded.name(path), None)

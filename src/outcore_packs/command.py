@@ -1,4 +1,4 @@
-"""``outcore pack``: copy a model into the aligned layout that reads fastest."""
+"""``outcore pack``: copies a model into the aligned layout that reads fastest."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _drafted_by(coding: str) -> str | None:
-    """Return the draft option that uses a coding's high bits; None if there is none for so many bits."""
+    """Returns the ``--draft`` value that drafts with the coding's high bits; None: no draft has so many bits."""
     draft = f"self:{coding.removeprefix(f'{PLANES}:')}"
     try:
         parse_draft(draft)

@@ -1,4 +1,4 @@
-"""Packs a whole model into a folder of its own, which can be opened as a model or is found in the cache."""
+"""Packs a whole model into a folder that can be opened as a model; a folder in the cache is found by itself."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def pack_model(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> PackedStore:
-    """Pack a whole model into a folder of its own, which ``open_model`` opens by itself or finds in the cache.
+    """Packs a whole model into a folder, which ``open_model`` opens as a model, or finds if it is in the cache.
 
     Args:
         output: an empty or new folder, or one written by ``pack_model``; None: a folder in the cache.
         force: rewrite an existing copy.
-        coding: ``compact``: store layers' tensors in fewer bytes where possible, and decode them in each pass.
-            ``planes:BITS``: store so many high bits of quantized codes apart, to draft with (``stored_planes``).
+        coding: ``compact``: store layers' tensors in fewer bytes if possible, and decode them in each pass.
+            ``planes:BITS``: store the BITS high bits of quantized codes apart, to draft with (``stored_planes``).
 
     Raises:
         StoreSpaceError: the disk is too full; finished files are kept.
-        StoreError: the output folder holds other things or a copy that no longer fits, or the model cannot be packed.
+        StoreError: the output folder has other files or another model's copy, or the model cannot be packed.
         CheckpointError: the folder is not a whole model, or mlx-lm cannot build it.
     """
     if is_packed(folder):
@@ -122,7 +122,7 @@ def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str) -> PackedStor
 
 
 def _full_files(lazy: LazyModel, codings: Mapping[str, Coding]) -> list[PackedFile]:
-    """Lay out a file for each layer's matrices, and one for everything else."""
+    """Lays out one file for each layer's matrices, and one for all other weights."""
     rest: dict[str, Spec] = {path: (path, a.dtype, tuple(a.shape)) for path, a in named_parameters(lazy.model)}
     files = []
     for i, layer in enumerate(find_layers(lazy.model)):
@@ -131,13 +131,13 @@ def _full_files(lazy: LazyModel, codings: Mapping[str, Coding]) -> list[PackedFi
             plain = rest.pop(path)
             specs.append(codings[path].spec if path in codings else plain)
         files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, specs))
-    # Side tables stay in memory; in a layer's file they would be read with its matrices in each pass.
+    # Side tables stay in memory. In a layer's file each pass would read them with the matrices.
     side_table = packed_file("", "", {name: a for coding in codings.values() for name, a in coding.side_table.items()})
     return [*files, packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, [*rest.values(), *side_table.tensors])]
 
 
 def _check_round_trip(pack: PackWriter, trust_remote_code: bool) -> None:
-    """Refuse a copy whose weights mlx-lm would change again, or that this device decodes to other bits."""
+    """Raises StoreError if mlx-lm changes the copy's weights again, or if this device decodes them to other bits."""
     output, codings = pack.folder, pack.manifest.codings
     tensors = {info.name: info for file in pack.files for info in file.places(output)}
     files = tuple(sorted(output / file.name for file in pack.files))

@@ -1,12 +1,12 @@
-"""Cuts the codes of quantized weights into planes: the high bits form a coarser model, the low bits refine it.
+"""Cuts the codes of quantized weights into two planes: the high bits form a coarser model, the low bits refine it.
 
-With MLX's affine quantization a weight is ``bias + scale * code`` (``mx.quantize``). The highest ``high`` of a code's
-``bits`` determine it to within ``2 ** low`` codes, where ``low = bits - high``. The best estimate is the middle of that
-range, ``bias + scale * (2 ** low * code_high + (2 ** low - 1) / 2)``, which is affine in the high bits again.
+With MLX's affine quantization a weight is ``bias + scale * code`` (``mx.quantize``). The ``high`` highest of a code's
+``bits`` bits determine the code to within ``2 ** low``, where ``low = bits - high``. The best estimate is the middle of
+that range, ``bias + scale * (2 ** low * code_high + (2 ** low - 1) / 2)``, which is affine in the high bits again.
 
-MLX packs codes bit by bit, the lowest first, so eight codes take as many bytes as a code has bits. They are cut and
-joined eight at a time, as fields of one integer that are moved in three steps: the upper four fields, the upper two of
-each four, and the upper one of each two.
+MLX packs codes bit by bit, the lowest first, so eight codes take as many bytes as a code has bits. Codes are cut and
+joined eight at a time, as fields of one integer. Three steps move the fields: the upper four, then the upper two of
+each four, then the upper one of each two.
 
 A packed copy stores a weight as two planes: first all low bits, then all high bits, in as many bytes as before. A model
 that drafts with the high bits keeps them in memory and streams only the low bits. Nothing is on disk twice, and both
@@ -37,10 +37,10 @@ Join = Callable[[mx.array, mx.array], mx.array]
 def high_plane(
     words: mx.array, scales: mx.array, biases: mx.array, bits: int, high: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the words, scales and biases of the coarser weights, as ``mx.quantized_matmul`` takes them.
+    """Returns the words, scales and biases of the coarser weights, as ``mx.quantized_matmul`` takes them.
 
     Args:
-        words: uint32 (..., n * bits / 32); ``scales`` and ``biases``: (..., n / group size), of any floating dtype.
+        words: uint32 (..., n * bits / 32). ``scales``, ``biases``: (..., n / group size), of any floating dtype.
     """
     low = bits - high
     scales = scales * 2**low
@@ -48,7 +48,7 @@ def high_plane(
 
 
 def middle(scales: mx.array, biases: mx.array, low: int) -> mx.array:
-    """Return the biases of the coarser weights whose ``scales`` these are, and which lack ``low`` bits."""
+    """Returns the biases of the coarser weights, from their ``scales`` and the whole weights' ``biases``."""
     return _middle(low)(scales, biases)
 
 
@@ -63,24 +63,24 @@ def _middle(low: int) -> Join:
 
 
 def high_words(words: mx.array, bits: int, high: int) -> mx.array:
-    """Return the high bits, uint32 (..., n * high / 32), packed as MLX packs them; n a multiple of 32."""
+    """Returns the high bits, uint32 (..., n * high / 32), packed as MLX packs codes; n is a multiple of 32."""
     return _cut(bits, high, bits - high)(words)
 
 
 def low_plane(words: mx.array, bits: int, high: int) -> mx.array:
-    """Return the low bits, uint32 (..., n * low / 32), packed as MLX packs them; n a multiple of 32."""
+    """Returns the low bits, uint32 (..., n * low / 32), packed as MLX packs codes; n is a multiple of 32."""
     return _cut(bits, bits - high, 0)(words)
 
 
 def joined(high_words: mx.array, low_words: mx.array, bits: int, high: int) -> mx.array:
-    """Join the high and the low plane to words, uint32 (..., n * bits / 32); not evaluated."""
+    """Joins the high and the low plane to words, uint32 (..., n * bits / 32); not evaluated."""
     return _joined(bits, high, on_cpu())(high_words, low_words)
 
 
 @cache
 def _joined(bits: int, high: int, fused: bool) -> Join:
-    """On a CPU a function that MLX fuses (4 bit, 2 of them high, one core: 3.7 GB/s of words; unfused 0.1); on a GPU a
-    kernel."""
+    """Makes the function ``joined`` calls: on a CPU one that MLX fuses (4 bit, 2 of them high, one core: 3.7 GB/s of
+    words; unfused 0.1), on a GPU a kernel."""
     low, wide = bits - high, _wide(bits)
 
     def join(highs: mx.array, lows: mx.array) -> mx.array:
@@ -91,7 +91,7 @@ def _joined(bits: int, high: int, fused: bool) -> Join:
 
 
 def joining_kernel(bits: int, high: int) -> Join:
-    """Return a GPU kernel that joins planes; each thread joins 32 codes, which are as many words as a code has bits."""
+    """Makes a GPU kernel that joins planes. Each thread joins 32 codes, which are as many words as a code has bits."""
     kernel = gpu_kernel(f"joined_{bits}_{high}", ("high", "low", "count"), joining_source(bits, high))
 
     def join(highs: mx.array, lows: mx.array) -> mx.array:
@@ -105,10 +105,10 @@ def joining_kernel(bits: int, high: int) -> Join:
 def gpu_kernel(
     name: str, inputs: Sequence[str], source: str
 ) -> Callable[[list[mx.array], int, tuple[int, ...]], mx.array]:
-    """Make a Metal or CUDA kernel with a uint32 output; called with its inputs, threads and the output's shape.
+    """Makes a Metal or CUDA kernel with a uint32 output. Call it with inputs, number of threads and output shape.
 
     Args:
-        source: C for both, run by each thread with its number in ``at``; it writes to ``out``.
+        source: in C that both accept; each thread runs it with its number in ``at`` and writes to ``out``.
     """
     # Names as in the documentation of ``mx.fast.cuda_kernel`` and ``mx.fast.metal_kernel``.
     metal = mx.metal.is_available()
@@ -129,7 +129,7 @@ def gpu_kernel(
 
 
 def joining_source(bits: int, high: int) -> str:
-    """Return the kernel's source: C for both CUDA and Metal, without loops."""
+    """Returns the kernel's source: C that both CUDA and Metal accept, without loops."""
     low = bits - high
     lines = ["if (at >= count[0]) return;"]
     for name, size in (("high", high), ("low", low)):
@@ -146,7 +146,7 @@ def joining_source(bits: int, high: int) -> str:
 
 
 def _field(name: str, code: int, size: int) -> str:
-    """Return the C expression for a code of ``size`` bits in the words ``name0``, ``name1``, ..."""
+    """Returns the C expression for code number ``code``, of ``size`` bits, in the words ``name0``, ``name1``, ..."""
     word, shift = divmod(code * size, 32)
     value = f"({name}{word} >> {shift})" if shift else f"{name}{word}"
     if shift + size > 32:
@@ -156,7 +156,7 @@ def _field(name: str, code: int, size: int) -> str:
 
 @cache
 def _cut(bits: int, kept: int, skipped: int) -> Callable[[mx.array], mx.array]:
-    """Return a function that keeps ``kept`` bits of each code above the lowest ``skipped``.
+    """Returns a function that keeps, of each code, ``kept`` bits above the lowest ``skipped``.
 
     Fused for speed and memory: unfused, intermediate results of a 512 MB head took 4 to 10 GB.
     """
@@ -174,12 +174,12 @@ def _wide(bits: int) -> mx.Dtype:
     return mx.uint32 if bits <= 4 else mx.uint64
 
 
-# Integer types that hold exactly eight codes of so many bits.
+# By bits of a code: the integer type of exactly eight codes.
 _WHOLE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 def _eights(words: mx.array, bits: int, wide: mx.Dtype) -> mx.array:
-    """Return integers of eight codes each, (..., n / 8)."""
+    """Unpacks words to integers of eight codes each, (..., n / 8)."""
     if bits in _WHOLE:
         return words.view(_WHOLE[bits]).astype(wide)
     stream = words.view(mx.uint8).reshape(*words.shape[:-1], -1, bits)
@@ -197,17 +197,17 @@ def _words(eights: mx.array, bits: int) -> mx.array:
 
 
 def _runs(begin: int, size: int, stride: int, count: int) -> int:
-    """Return a mask of ``count`` runs of ``size`` bits, from ``begin`` on, every ``stride`` bits."""
+    """Returns a mask with ``count`` runs of ``size`` bits, one every ``stride`` bits, the first at ``begin``."""
     return sum(((1 << size) - 1) << (begin + stride * i) for i in range(count))
 
 
 def _moved(x: mx.array, before: int, after: int, wide: mx.Dtype) -> mx.array:
-    """Move eight fields, one every ``before`` bits, to every ``after``."""
+    """Moves eight fields, of which one begins every ``before`` bits, so that one begins every ``after`` bits."""
     near, far = sorted((before, after))
     if near == far:
         return x
     for upper in (4, 2, 1) if after > before else (1, 2, 4):
-        # Of each two runs of ``upper`` fields, adjacent in the denser form, the upper one moves.
+        # In each pair of runs of ``upper`` fields the upper run moves.
         size, stride, by = upper * near, 2 * upper * far, upper * (far - near)
         stay = mx.array(_runs(0, size, stride, 4 // upper), wide)
         move = mx.array(_runs(size if after > before else upper * far, size, stride, 4 // upper), wide)
@@ -216,21 +216,21 @@ def _moved(x: mx.array, before: int, after: int, wide: mx.Dtype) -> mx.array:
     return x
 
 
-# The least part of a layer's bytes whose codes must be cut for planes to pay; the rest of the layer stays in memory.
+# Planes pay only if at least this fraction of a layer's bytes can be cut; the rest of the layer stays in memory.
 ENOUGH = 0.75
 
 CUT_BYTES = 4 << 20  # Bytes of words that are cut at a time.
 
 
 def could_be_cut(shape: tuple[int, ...], bits: int, high: int) -> bool:
-    """Whether words of this shape are rows of whole blocks of 32 codes that can be cut so."""
+    """Whether words of this shape are rows of whole blocks of 32 codes, of which ``high`` bits can be cut off."""
     known = bits in BITS and 0 < high < bits
     return known and len(shape) == 2 and min(shape) > 0 and shape[1] % bits == 0 and shape[0] * shape[1] < 1 << 30
 
 
 def cut_modules(layer: Layer, high: int) -> list[tuple[str, nn.QuantizedLinear]]:
-    """Return a layer's modules, with their paths, whose codes have more than ``high`` bits; none if they are too small
-    a part."""
+    """Returns a layer's modules whose codes can be cut because they have more than ``high`` bits, with paths; none if
+    these are too small a part of the layer."""
     found = {id(m): (path, m) for path, m in named_modules(layer.module) if _can_be_cut(m, high)}
     nbytes = sum(m.weight.nbytes + m.scales.nbytes + m.biases.nbytes for _, m in found.values())
     return list(found.values()) if nbytes >= ENOUGH * layer.nbytes else []
@@ -246,11 +246,11 @@ def _can_be_cut(module: nn.Module, high: int) -> bool:
 
 @dataclass(frozen=True)
 class Planes:
-    """Decodes one weight.
+    """Cuts and joins the codes of one weight.
 
     Attributes:
         shape: of the words, uint32.
-        bits: of a code; ``high``: of these, the number in the second plane.
+        bits: bits of a code. ``high``: how many of these are in the second plane.
     """
 
     shape: tuple[int, ...]
@@ -287,14 +287,14 @@ class Planes:
         return self.shape[0] * self.shape[1] * 4 // self.bits * (self.bits - self.high)
 
     def decode(self, stored: mx.array) -> mx.array:
-        """Return the words, not evaluated; ``stored``: uint8, as many bytes."""
+        """Returns the words, uint32, not evaluated. ``stored``: the two planes, uint8, with as many bytes."""
         flat = stored.reshape(-1)
         parts = (flat[self.low_bytes :], flat[: self.low_bytes])
         high, low = (part.view(mx.uint32).reshape(self.shape[0], -1) for part in parts)
         return joined(high, low, self.bits, self.high)
 
     def places(self, stored: TensorInfo) -> tuple[TensorInfo, TensorInfo]:
-        """Return the places of the low and the high plane of a stored tensor, each as words."""
+        """Returns where the low and the high plane of a stored tensor are, as uint32 tensors."""
         (rows, words), low = self.shape, self.low_bytes
         blocks = words // self.bits
         lows, highs = (rows, blocks * (self.bits - self.high)), (rows, blocks * self.high)

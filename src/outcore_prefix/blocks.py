@@ -1,8 +1,8 @@
-"""Arrays in files named by what they were computed from: written atomically, and read only if every byte is intact.
+"""Files of arrays, named by what the arrays were computed from. Written atomically; read only if every byte is intact.
 
-A file has a magic number, the length and a checksum of its head; the head, as JSON; the arrays' bytes one after the
-other, and their checksum. There is no index: a file exists or it does not. A damaged, truncated or misnamed file counts
-as missing and is removed.
+A file has a magic number, the length and a checksum of its head, the head as JSON, the bytes of the arrays one after
+the other, and a checksum of these bytes. There is no index: a file exists or it does not. A damaged, truncated or
+misnamed file counts as missing and is removed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ HEAD_BYTES = 16_000_000
 # Bytes that must be free on the disk for anything to be written.
 LEAST_FREE = 10_000_000_000
 
-# The most bytes of all files together, or a tenth of what is free, if that is less.
+# The most bytes of all files together; a tenth of the free disk space if that is less.
 MOST = 20_000_000_000
 
-# Share of the limit that remains after dropping files, so that not every answer has to look for the oldest ones.
+# When files are dropped, this fraction of the limit remains, so that not every answer has to look for the oldest.
 KEPT = 0.9
 
 FOLDER, LOCK = "prefix", "lock"
@@ -53,11 +53,11 @@ class Block:
 
 
 class BlockFiles:
-    """The files of one model, in a folder of their own in the cache.
+    """The files of one model, in their own folder in the cache.
 
     Args:
         name: of the folder.
-        most: the most bytes of all models' files together; None: ``MOST``, or what the disk has room for.
+        most: the most bytes of all models' files together; None: ``MOST``, or less if the disk has less room.
     """
 
     def __init__(self, name: str, most: int | None = None) -> None:
@@ -67,11 +67,10 @@ class BlockFiles:
         self._partial = 0
 
     def has(self, name: str) -> bool:
-        """Whether a file of that name exists, whatever it holds."""
         return (self.folder / name).is_file()
 
     def write(self, name: str, arrays: Mapping[str, mx.array], notes: Mapping[str, str] | None = None) -> bool:
-        """Store arrays; returns False where there is no room or they cannot be written."""
+        """Stores arrays. Returns False if there is no room or they cannot be written."""
         held = [{"name": n, "dtype": str(a.dtype), "shape": list(a.shape)} for n, a in arrays.items()]
         head = json.dumps({"schema": SCHEMA, "name": name, "notes": dict(notes or {}), "arrays": held}).encode()
         if not self.has_room(sum(a.nbytes for a in arrays.values()) + len(head)):
@@ -93,12 +92,12 @@ class BlockFiles:
             finally:
                 partial.unlink(missing_ok=True)
         except (OSError, StoreError):
-            # A full disk, a folder that has become read-only, no memory: the prompt is simply not stored.
+            # The disk is full, the folder is read-only, or memory is short: the prompt is not stored.
             return False
         return True
 
     def read(self, name: str) -> Block | None:
-        """The block of that name; None: there is none, or it is damaged."""
+        """Returns the block of that name; None: there is none, or it is damaged."""
         path = self.folder / name
         try:
             return _read(path, name)
@@ -113,7 +112,7 @@ class BlockFiles:
             (self.folder / name).unlink()
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes may be written, if older files are dropped."""
+        """Whether ``nbytes`` bytes may be written once older files are dropped."""
         try:
             for folder in (self._all, self.folder):
                 folder.mkdir(mode=0o700, exist_ok=True)
@@ -122,15 +121,15 @@ class BlockFiles:
             return False
 
     def touch(self, names: Sequence[str]) -> None:
-        """Mark files as used, the last one most recently, so that they are dropped later."""
+        """Marks files as used, the last one most recently: ``drop`` removes the least recently used first."""
         now = time.time()
         for n, name in enumerate(names):
             with contextlib.suppress(OSError):
                 os.utime(self.folder / name, (now + n * 1e-6, now + n * 1e-6))
 
     def drop(self, room: int = 0) -> None:
-        """Remove the least recently used files of all models until so many bytes more fit into the limit. One process
-        at a time does this; another returns at once."""
+        """Removes the least recently used files of all models until ``room`` more bytes fit into the limit. Returns at
+        once if another process is doing this."""
         try:
             lock = os.open(self._all / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError:
@@ -158,18 +157,18 @@ class BlockFiles:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, float, int]]:
-    """Each file that can be dropped: path, time of last use, bytes."""
+    """Yields each file that can be dropped: path, time of last use, bytes."""
     for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
                 found = (Path(parent) / name).lstat()
                 if name != LOCK:
-                    # Partial files too: one being written is new, one that was broken off grows old.
+                    # Partial files, too: one that is being written is new; an interrupted one becomes old.
                     yield Path(parent, name), found.st_mtime, found.st_size
 
 
 def _read(path: Path, name: str) -> Block:
-    """The block in a file.
+    """Reads a block from a file.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: the file is damaged or has another name.

@@ -1,4 +1,4 @@
-"""Makes a model's prefix cache for ``decode.prefix_cache``, and says what makes its files valid."""
+"""Makes a model's prefix cache for ``decode.prefix_cache``, and lists what its files' validity depends on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outcore.options import LoadOptions
 from .blocks import FOLDER, BlockFiles
 from .prompts import StoredPrompts
 
-# Part of every name: a version that computes differently gets another one.
+# Part of every file's name; changed with each version of Outcore that computes prompts differently.
 FORMAT = "prompts 1"
 
 
@@ -36,7 +36,7 @@ def make(lazy: LazyModel, o: LoadOptions) -> StoredPrompts:
         *_device(),
     ]
     folder = cached(FOLDER, lazy.checkpoint, validity).name.removeprefix(f"{FOLDER}-")
-    # Weak, because the model's session refers to the prefix cache.
+    # A weak reference, because the model's session refers to the prefix cache.
     model = weakref.ref(lazy.model)
 
     def caches() -> list[Any]:
@@ -48,7 +48,7 @@ def make(lazy: LazyModel, o: LoadOptions) -> StoredPrompts:
 
 
 def _device() -> list[str]:
-    """The device: another one rounds differently."""
+    """Returns what identifies the device: another device rounds differently."""
     info = mx.device_info()
     known = [str(info.get(name, "")) for name in ("device_name", "architecture")]
     return [str(mx.default_device().type), platform.machine(), *known]

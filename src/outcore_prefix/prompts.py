@@ -1,16 +1,16 @@
 """The prefix cache: computed prompts are kept on disk and not computed again.
 
-A prompt is cut into blocks of ``GRID`` tokens. A chunk of it ends with each block, with the cache and without, so a
+A prompt is cut into blocks of ``GRID`` tokens. With and without the prefix cache, a chunk ends where a block ends, so a
 prompt that continues after a block is computed in the same passes, to the same bits. A block's name is a SHA-256 over
-the name before it and its tokens; before the first stands all that makes it valid. So the longest stored prefix of a
-text is found by testing which files exist. Three kinds: ``.kv``, a block's keys and values; ``.state``, caches that
-cannot be cut by token (recurrent states, sliding windows) as they were after a block; ``.end``, what a whole prompt
-adds to its last block, with the logits of its last position, so that the same prompt again needs no pass for its first
-token.
+the name of the block before it and its tokens; the first block's name begins with everything that makes it valid. So
+the longest stored prefix of a text is found by testing which files exist. There are three kinds of files: ``.kv``, a
+block's keys and values; ``.state``, the caches that cannot be cut by token (recurrent states, sliding windows) as they
+were after a block; ``.end``, what a whole prompt adds to its last block, with the logits of its last position, so that
+the same prompt needs no pass for its first token again.
 
-States are large (those of a 9B hybrid as much as 1,570 tokens of its keys and values), so few are stored: after a
-prompt, after its last block, and after the last block of the shared prefix, which every other conversation with the
-same system prompt finds. Together they are no larger than the keys and values.
+States are large (those of a 9B hybrid as much as keys and values of 1,570 tokens), so few are stored: after a prompt,
+after its last block, and after the last block of the shared prefix, which other conversations with the same system
+prompt begin with. Together they take at most as many bytes as the keys and values.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from outcore.modules.hooks import flat
 
 from .blocks import Block, BlockFiles
 
-# The most bytes of all states of a prompt, for each byte of its keys and values.
+# The most bytes of states that are stored of a prompt, for each byte of its keys and values.
 STATE_SHARE = 1.0
 
-# The most states of a model without keys and values.
+# The most states that are stored of a prompt of a model without keys and values.
 STATES_ALONE = 4
 
-# Tokens by which mlx-lm's caches grow (``KVCache.step``); a restored one has the same spare room.
+# Tokens by which mlx-lm's caches grow (``KVCache.step``), so that a restored cache has the same spare room.
 STEP = 256
 
-# A cache's state: its structure for JSON, with numbers in place of arrays; and the arrays.
+# A cache's state: its structure for JSON, in which numbers stand for arrays, and the arrays.
 Packed = tuple[Any, list[mx.array]]
 
-# Errors of a file that does not fit the caches it is read into.
+# Errors that are raised if a file does not fit the caches into which it is read.
 MISFIT = (KeyError, IndexError, ValueError, TypeError, AttributeError)
 
 
 class StoredPrompts:
-    """A ``PrefixCache`` of files.
+    """A ``PrefixCache`` in files.
 
     Args:
-        validity: texts of everything that the computed results depend on.
+        validity: texts that name everything on which computed results depend.
         make_cache: makes new caches for the model.
     """
 
@@ -89,7 +89,7 @@ class StoredPrompts:
         return _kinds(cache) == _kinds(self._make_cache())
 
     def keep(self, tokens: Sequence[int], cache: Sequence[Any], instead: str | None = None) -> str | None:
-        # Offloaded caches would have to come into memory.
+        # Offloaded caches are not stored, because they would have to come into memory.
         states = None if any(map(is_away, flat(cache))) else _states_of(flat(cache), by_token=True)
         if states is None:
             return None
@@ -108,7 +108,7 @@ class StoredPrompts:
     def kept(self, tokens: Sequence[int], cache: list[Any]) -> str | None:
         name = self._name_of(tokens)
         block = self.blocks.read(name) if self.blocks.has(name) else None
-        # A state includes the window that it was computed with.
+        # A state fits only caches with the same window.
         if block is None or block.notes.get("kinds") != _kinds(cache):
             return None
         try:
@@ -123,11 +123,11 @@ class StoredPrompts:
         return _digest(self._begin, b"conversation", np.asarray(tokens, np.int32).tobytes()).hex() + ".conversation"
 
     def _names(self, tokens: Sequence[int], step: int) -> list[str]:
-        """The name of each block boundary, beginning with that of no tokens, and of the whole prompt."""
+        """Returns the name of each block boundary, the first for no tokens, and last the name of the whole prompt."""
         if GRID % step:
             raise ValueError(f"chunks of {step} tokens: a block has {GRID}")
         ids = np.asarray(tokens, np.int32)
-        # Chunks of another length may give other bits.
+        # The chunk length is part of the names: another length may give other bits.
         names = [_digest(self._begin, str(step).encode())]
         for at in range(0, (len(ids) - 1) // GRID * GRID, GRID):
             names.append(_digest(names[-1], ids[at : at + GRID].tobytes()))
@@ -135,8 +135,8 @@ class StoredPrompts:
         return [name.hex() for name in names]
 
     def _restored(self, blocks: Sequence[str], last: str | None, tokens: int) -> PrefixMatch | None:
-        """Caches with these files' keys and values and the states of ``last``; None: they cannot be read, or do not fit
-        together."""
+        """Returns caches with the keys and values of these files and the states of ``last``; None: they cannot be read,
+        or do not fit together."""
         names = [*blocks, *([] if last is None else [last])]
         parts = []
         for name in names:
@@ -166,10 +166,10 @@ class Recording:
     """Stores a prompt while it is computed; a ``Recorder``.
 
     Args:
-        names: of its block boundaries and of the whole, from ``StoredPrompts._names``.
-        tokens: of the prompt.
-        held: those that were found.
-        shared: those that other prompts begin with too.
+        names: names of its block boundaries and of the whole prompt, from ``StoredPrompts._names``.
+        tokens: number of tokens of the prompt.
+        held: how many of its first tokens were found in the prefix cache.
+        shared: how many of its first tokens other prompts begin with, too.
     """
 
     def __init__(self, blocks: BlockFiles, names: Sequence[str], tokens: int, held: int, shared: int = 0) -> None:
@@ -183,7 +183,7 @@ class Recording:
     def passed(self, tokens: int, cache: Sequence[Any]) -> None:
         if tokens not in self._wanted:
             return
-        # Keeps references: MLX copies an array that is written to while it is referred to.
+        # Only references: MLX copies an array before it writes to it while others refer to it.
         if found := _states_of(flat(cache)):
             self._states[tokens] = found
 
@@ -193,13 +193,13 @@ class Recording:
             if logits is not None or computed // GRID > self._held // GRID:
                 self._save(cache, logits, computed)
         finally:
-            # These references would make MLX copy the arrays for every token.
+            # With these references MLX would copy the arrays for every token.
             self._states = {}
 
     def _save(self, cache: Sequence[Any], logits: mx.array | None, computed: int) -> None:
         cut = {i: c for i, c in enumerate(flat(cache)) if _by_token(c) and not c.empty()}
         if any(c.offset != computed or c.keys.shape[0] != 1 for c in cut.values()):
-            return  # the model's caches hold other tokens than the text's
+            return  # the caches have other tokens than the prompt
         if (end := _states_of(flat(cache))) is None:
             return
         per_token = sum(a.nbytes for a in _slices(cut, 0, 1).values())
@@ -211,12 +211,12 @@ class Recording:
         size = (computed - self._held) * per_token + min(room, len(self._states) + 1) * each
         size += 0 if logits is None else logits.nbytes
         if not self._blocks.has_room(size):
-            return  # it would displace all other prompts
+            return  # it would take the room of all other prompts
         self._blocks.drop(size)
         for n in range(self._held // GRID + 1, last + 1):
             if not self._write(f"{self._names[n]}.kv", _slices(cut, (n - 1) * GRID, n * GRID), {}):
                 return
-        # The shared prefix's state first, which many prompts use; then the prompt's end, then the latest of the others.
+        # First the shared prefix's state, which many prompts use, then the prompt's end, then others, the latest first.
         places = sorted([self._tokens, *sorted(self._states, reverse=True)], key=lambda place: place != self._shared)
         for place in places[:room]:
             if place != self._tokens:
@@ -229,7 +229,7 @@ class Recording:
                 kept = True
             if not kept:
                 return
-        # The end is touched first, so that it is dropped first.
+        # The end is touched first, so that it is dropped before the blocks.
         end_first = [] if logits is None else [f"{self._names[-1]}.end"]
         self._blocks.touch([*end_first, *(f"{name}.kv" for name in self._names[last:0:-1])])
         self._blocks.drop()
@@ -239,18 +239,18 @@ class Recording:
 
 
 def _by_token(cache: Any) -> bool:
-    """Whether a cache can be cut by token and holds all of them: mlx-lm's plain one."""
+    """Whether a cache can be cut by token and has all tokens: whether it is mlx-lm's ``KVCache``."""
     return type(cache) is KVCache
 
 
 def _slices(caches: Mapping[int, Any], begin: int, end: int) -> dict[str, mx.array]:
-    """These tokens of these caches, by number: (1, heads, tokens, features) each."""
+    """Returns these caches' tokens ``begin`` to ``end``, (1, heads, tokens, features), named by cache and k or v."""
     pairs = ((f"{i}.{k}", a) for i, c in caches.items() for k, a in (("k", c.keys), ("v", c.values)))
     return {name: array[..., begin:end, :] for name, array in pairs}
 
 
 def _joined(parts: Sequence[mx.array], tokens: int) -> mx.array:
-    """Arrays concatenated by token, with spare room after them."""
+    """Concatenates arrays by token, with spare room at the end. Raises ValueError if they do not have ``tokens``."""
     if sum(a.shape[2] for a in parts) != tokens:
         raise ValueError("wrong number of tokens")
     *shape, _, features = parts[0].shape
@@ -259,7 +259,7 @@ def _joined(parts: Sequence[mx.array], tokens: int) -> mx.array:
 
 
 def _state_of(cache: Any) -> Packed:
-    """mlx-lm's state of a cache, with references to its arrays. Raises ``TypeError`` where it cannot be stored."""
+    """Returns mlx-lm's state of a cache, with references to its arrays. Raises ``TypeError`` if it cannot be stored."""
     arrays: list[mx.array] = []
 
     def packed(tree: Any) -> Any:
@@ -276,8 +276,8 @@ def _state_of(cache: Any) -> Packed:
 
 
 def _states_of(caches: Sequence[Any], *, by_token: bool = False) -> dict[int, Packed] | None:
-    """States of caches that cannot be cut by token, and with ``by_token`` of all, by number; None: some are a model's
-    own kind."""
+    """Returns by number the states of the caches that cannot be cut by token (with ``by_token`` of all); None: a
+    cache's state cannot be stored."""
     try:
         return {i: _state_of(c) for i, c in enumerate(caches) if by_token or not _by_token(c)}
     except (AttributeError, TypeError):
@@ -285,7 +285,7 @@ def _states_of(caches: Sequence[Any], *, by_token: bool = False) -> dict[int, Pa
 
 
 def _set_state(cache: Any, block: Block, i: int) -> None:
-    """Puts a stored state into a new cache of the same kind."""
+    """Puts the stored state of cache number ``i`` into a new cache of the same kind."""
 
     def unpacked(tree: Any) -> Any:
         if not isinstance(tree, dict):
@@ -308,7 +308,7 @@ def _notes(states: Mapping[int, Packed]) -> dict[str, str]:
 
 
 def _kinds(cache: Sequence[Any]) -> str:
-    """Kinds and bounds of caches; caches that differ in them do not hold the same."""
+    """Returns the caches' classes and bounds, as text: stored states fit only caches with the same."""
     kinds = [(type(c).__name__, getattr(c, "max_size", None), getattr(c, "keep", None)) for c in flat(cache)]
     return json.dumps(kinds)
 
