@@ -48,6 +48,7 @@ NOT_RUN = {
     "outcore launch ": "needs a second machine",
     "outcore bench ": "measures for minutes, in other processes",
     "outcore matrix ": "measures for minutes, in other processes",
+    "outcore calibrate ": "takes seconds; test_calibrate.py runs it",
     "outcore doctor": "takes seconds; test_doctor.py runs it",
     "outcore monitor": "needs a process that runs; test_monitor_command.py runs it",
     "python benchmarks/": "measures for minutes",
