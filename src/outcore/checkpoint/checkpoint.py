@@ -137,7 +137,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def require_config(folder: Path) -> None:
-    """Raise ``MissingFileError`` if the folder has no config.json, and say what a model folder is."""
+    """Raise ``MissingFileError`` if the folder has no config.json; the message says what a model folder is."""
     if os.path.lexists(folder / "config.json"):
         return
     inside = sorted(folder.glob("*/config.json")) or sorted(folder.glob("snapshots/*/config.json"))

@@ -50,6 +50,6 @@ def _stretched(config: dict[str, Any], longest: int) -> int:
 
 
 def position_limit(config: dict[str, Any]) -> int | None:
-    """Return the number of positions in the model's table, which no text can exceed; None if it computes positions."""
+    """Return how many learned positions the model has: no text can be longer. None if it computes positions."""
     rows = config.get(LEARNED_POSITIONS.get(str(config.get("model_type")), ""))
     return rows if isinstance(rows, int) and rows > 0 else None

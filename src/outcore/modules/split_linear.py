@@ -1,7 +1,7 @@
 """Uses all cores on the CPU device: linear layers compute slices of their output rows on one MLX stream per core.
 
 On MLX's CPU device a stream is a thread. Output rows are independent, so the concatenated slices equal the whole
-product bit for bit. Classes are swapped, as for streaming, so this works for streamed and resident weights alike.
+product bit for bit. Modules get another class, as for streaming, so this works for streamed and resident weights alike.
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ class Candidates:
         return [sum([self.size.layers[i].resident for i in stay]) for stay in self._stay]
 
     def at(self, count: int, head: bool, step: int, ring: int, unit: int) -> Candidate:
-        """Returns the candidate with ``count`` resident layers."""
         return Candidate(self, self._stay[count], head, step, ring, unit)
 
     def first(

@@ -154,7 +154,7 @@ class Planning:
 
     @property
     def largest(self) -> ModelSize:
-        """The model's size with its draft, and as many drafted tokens as when everything is resident."""
+        """The model's size with its draft and with the drafted tokens of a budget that keeps everything resident."""
         if self.kind in (AUTO, NONE) or self.draft is None:
             return self.size
         drafted = drafted_tokens(self.size, resident_budget(self.draft.added_to(self.size, False)), explicit=True)

@@ -15,7 +15,7 @@ TOKENS = (1, 4, 16, 128, 512)
 
 @dataclass(frozen=True)
 class Calibration:
-    """A machine and one of its disks.
+    """The speed of a machine and one of its disks.
 
     Attributes:
         read_gbps: disk rate of the reader with the fastest ``io``, ``threads`` and ``chunk``.
