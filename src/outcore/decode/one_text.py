@@ -1,8 +1,8 @@
-"""One text with its own caches: its prompt, its last forward pass, its next token and its end.
+"""Decodes one text in caches of its own: its prompt, its tokens and its end.
 
-With the model all in memory, the next token's computation is queued before the current one is looked at, as in mlx-lm,
-so that the device is not idle while Python builds a graph. However a text is broken off, its caches hold only tokens
-that were handed out.
+If the model is all in memory, the next token's computation is queued before the current token is read, as in mlx-lm, so
+that the device is not idle while Python builds a graph. However a text ends, its caches then hold only tokens that the
+caller got.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from .sampling import Draw, MlxLmSampler, Processor, judge
 from .speculative.proposers import Guess
 from .text_drafts import TextDrafts
 
-# Tokens after which freed memory is given back, beginning with the first, as in ``mlx_lm.generate.generate_step``: the
-# first cuts windows to their size, which frees the prompt's part of them.
+# MLX's cache is cleared after the first token and then after every so many, as in ``mlx_lm.generate.generate_step``:
+# the first token cuts sliding windows to their size, which frees the prompt's part of them.
 CLEAR_TOKENS = 256
 
 
 @dataclass
 class Computed:
-    """The outcome of a forward pass over a text, handed out token by token.
+    """The result of a forward pass over a text, from which tokens are chosen one by one.
 
     Attributes:
         logits: (1, vocabulary) after the last token, and after each of ``guesses``.
-        verified: the caches hold all guesses, and are to be taken back to the accepted ones.
+        verified: the caches hold all guesses, so that rejected ones have to be removed from them.
         seconds: duration of the pass.
-        kept: guesses accepted so far; ``given``: tokens handed out so far.
+        kept: guesses accepted so far; ``given``: tokens chosen so far.
     """
 
     logits: Sequence[mx.array]
@@ -61,8 +61,8 @@ class Computed:
 
 @dataclass
 class _Drawn:
-    """A token (1,) that is queued on the device, its log-probabilities (vocabulary,), the text including it if
-    processors need that, and a function that takes the token before it out of the caches."""
+    """A token (1,) that is queued on the device, its log-probabilities (vocabulary,), the text up to it (None: no
+    processor needs it), and a function that removes the token before it from the caches."""
 
     token: mx.array
     logprobs: mx.array
@@ -71,13 +71,13 @@ class _Drawn:
 
 
 class OneText:
-    """A text under way; ``ends`` and ``most`` as of ``TextDrafts``.
+    """A text that is being decoded; ``ends`` and ``most`` as in ``TextDrafts``.
 
     Attributes:
-        prompt: passes over its prompt that are still to be computed.
-        now: outcome of the last pass, not all handed out yet; None: another pass is needed.
-        undo: takes the caches back to before the prompt, until the second token is asked for.
-        total: tokens of its prompt.
+        prompt: passes over the prompt that are still to be computed.
+        now: the last pass's result, while more tokens can be chosen from it; None: another pass is needed.
+        undo: restores the caches to before the prompt; None: the second token was requested already.
+        total: tokens of the prompt.
         ahead: the token that was drawn ahead, if any; ``failed``: the error of drawing it.
     """
 
@@ -98,12 +98,12 @@ class OneText:
             model,
             session,
             cache,
-            # A token drawn ahead in memory is taken back when the sequence goes on in shared passes.
+            # A resident model draws ahead; this is undone when the sequence goes on in shared passes.
             owned=own.keeps if request.alone is not None else session.streaming is None,
             kv=own.kv,
             hidden=self.drafts.hidden,
-            # Where a window keeps a prompt's first tokens, several tokens of one pass attend to other tokens than each
-            # would by itself.
+            # If a sliding window keeps a prompt's first tokens, several tokens of one pass attend to other tokens than
+            # each does in a separate pass.
             in_blocks=not (on_cpu() or any(isinstance(c, RotatingKVCache) and c.keep for c in caches_in(cache))),
             in_cache=found,
         )
@@ -116,7 +116,7 @@ class OneText:
         )
         self.total = len(request.tokens) if own.embeddings is None else len(own.embeddings)
         before = max(len(request.earlier), cached_tokens(cache) - found)
-        self._more = before + self.total - len(self.sampler.text)  # tokens of the caches that the text does not name
+        self._more = before + self.total - len(self.sampler.text)  # tokens in the caches whose ids are not known
         self.prompt: list[Pass] = []
         self.now: Computed | None = None
         self.undo: Undo | None = None
@@ -132,7 +132,7 @@ class OneText:
         return self.request.max_tokens - self.answered
 
     def begin(self, prefill_step: int) -> None:
-        """Prepares the passes over the part of its prompt that no cache holds, ``prefill_step`` tokens each."""
+        """Prepares the passes over the part of the prompt that no cache holds, ``prefill_step`` tokens each."""
         request, cached, runner = self.request, self.request.cached, self.runner
         self.report(cached.tokens)
         if request.begun:
@@ -148,7 +148,7 @@ class OneText:
         self._own.progress(tokens, self.total)
 
     def prompted(self, logits: mx.array, seconds: float) -> None:
-        """Takes the output of the prompt's last pass; ``seconds`` is what the prompt took."""
+        """Takes the output of the prompt's last pass; ``seconds``: time spent on the prompt."""
         logits = self.runner.prompted(logits, sum(each.tokens for each in self.prompt), seconds)
         if self.request.cached.recording is not None:
             self.request.cached.recording.save(self.runner.cache, logits)
@@ -171,8 +171,8 @@ class OneText:
         return to_token(self.request, token, logprobs, right)
 
     def settle(self) -> None:
-        """Drops what is left of the last pass: the caches go back to the tokens that were handed out, without the last
-        one."""
+        """Drops the rest of the last pass's result. Afterwards the caches hold the tokens chosen so far, except the
+        last one."""
         now, self.now = self.now, None
         if now is None or not now.verified:
             return
@@ -181,13 +181,13 @@ class OneText:
             self.drafts.control.judged(now.guesses, self.sampler.text[-now.given :], now.seconds)
 
     def look_ahead(self) -> Token | None:
-        """The next token, with its successor queued on the device; None where layers are streamed or tokens are
-        drafted."""
+        """Returns the next token and queues the one after it on the device. Returns None if the next token needs a
+        normal pass, as with streamed layers or drafts."""
         failed, self.failed = self.failed, None
         if failed is not None:
             raise failed
         now, self.ahead, before = self.ahead, None, self.answered
-        # On several ranks no token is computed before the one that it follows was handed out.
+        # Several ranks compute no token before the caller has got the one before it.
         resident = self.session.streaming is None and self.session.transport.alone
         if now is None:
             drafts = self.drafts.source is not None or self.runner.pending
@@ -200,7 +200,7 @@ class OneText:
                 self.ahead = self._draw(now.token, now.text, 1)
             token = cast(int, now.token.item())
         except Exception as e:
-            # The token before it is computed and will be handed out first, as it would be without looking ahead.
+            # Return the current token, which was computed, and raise at the next call, as without looking ahead.
             self.failed, token = e, cast(int, now.token.item())
         self.sampler.text.append(token)
         if before % CLEAR_TOKENS == 1:
@@ -208,7 +208,8 @@ class OneText:
         return to_token(self.request, token, now.logprobs)
 
     def _draw(self, token: mx.array, text: mx.array | None, more: int = 0) -> _Drawn:
-        """Queues what follows a token, which may itself still be queued; ``more`` as of ``reserve``."""
+        """Queues the pass after ``token``, which may itself still be queued, and the draw of the next token; ``more``:
+        as in ``reserve``."""
         self.reserve(more)
         sampler = self.sampler
         with mx.stream(generation_stream):
@@ -224,8 +225,8 @@ class OneText:
                 raise
 
     def stop_ahead(self, error: BaseException | None = None) -> None:
-        """Takes back the token drawn ahead, unless the caches shall hold the last token too; ``error``: what ends the
-        text."""
+        """Drops the token drawn ahead, and removes the token before it from the caches, unless they have to hold the
+        last token and the text ends without ``error``."""
         ahead, self.ahead, self.failed = self.ahead, None, None
         if ahead is not None and (error is not None or not self._own.whole):
             ahead.back()
@@ -236,8 +237,8 @@ class OneText:
             self.settle()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the text; caches that the caller goes on with hold what was handed out. ``error`` is what broke it off;
-        ``NotHandedOut``: the caller did not get the last token."""
+        """Ends the text. Caches that the caller goes on with then hold the tokens that it got. ``error``: what ended
+        the text early; ``NotHandedOut``: the caller did not get the last token."""
         made, unseen = self.answered, isinstance(error, NotHandedOut)
         try:
             self.stop(error)
@@ -254,11 +255,11 @@ class OneText:
                     raise
                 error.add_note(f"the prompt cache holds {self.runner.in_cache} tokens of prompt and answer: {again}")
         finally:
-            # The cached prefix of a prompt that brought no token does not count for the caller.
+            # If no token was made, the caller gets no tokens in its caches, not even the prompt's cached prefix.
             self.session.in_cache = self.runner.in_cache if made else 0
 
     def _bring_up(self, whole: bool) -> None:
-        """Makes the caller's caches hold the text; ``whole``: its last token too."""
+        """Computes the text's missing tokens into the caller's caches; ``whole``: the last token too."""
         runner = self.runner
         if runner.owned:
             last = self.sampler.text[-1] if whole and runner.in_cache < self.total + self.answered else None
@@ -280,13 +281,13 @@ class OneText:
 
 @dataclass
 class Sampler:
-    """Chooses tokens by logits, as mlx-lm does.
+    """Chooses tokens from logits, as mlx-lm does.
 
     Attributes:
-        text: tokens so far.
+        text: all tokens so far.
         drawn: how often the sampler was called; ``seen``: the log-probabilities of the last call, if any.
-        forgives: an error of the sampler or a processor is stored in ``failed`` and the likeliest token stands in, as
-            other sequences share the pass.
+        forgives: other sequences share the pass, so an error of the sampler or a processor is not raised but stored in
+            ``failed``, and the likeliest token is chosen.
     """
 
     sampler: Draw
@@ -299,23 +300,23 @@ class Sampler:
     failed: Exception | None = None
 
     def draw_ahead(self, tokens: int) -> None:
-        """Leaves the caller's random numbers where mlx-lm leaves them, which draws one token more than the ``tokens``
-        of a text: the sampler is called once more and its result dropped unevaluated."""
+        """Draws one token more than the text's ``tokens`` and drops it unevaluated, as mlx-lm does. So the random state
+        afterwards is the one that mlx-lm leaves."""
         if self.drawn == tokens and self.seen is not None:
             # An error of this call concerns no token of the text.
             with contextlib.suppress(Exception):
                 self.sampler(self.seen)
 
     def logprobs(self, logits: mx.array, text: mx.array | None) -> mx.array:
-        """Log-probabilities (1, vocabulary) of processed logits; ``text``: all tokens so far, for the processors."""
+        """Returns log-probabilities (1, vocabulary) after the logits processors; ``text``: all tokens so far."""
         for process in self.processors:
             assert text is not None
             logits = process(text, logits)
         return logits - mx.logsumexp(logits, keepdims=True)
 
     def choose(self, logits: mx.array, guess: Guess | None = None) -> tuple[int, mx.array, bool]:
-        """The next token, its log-probabilities (vocabulary,), and whether it is the one that was guessed; ``logits``
-        are (1, vocabulary)."""
+        """Chooses from logits (1, vocabulary). Returns the token, its log-probabilities (vocabulary,), and whether it
+        equals ``guess``."""
         if not self.transport.chooses:
             return self._chosen_elsewhere(logits, guess)
         try:
@@ -346,7 +347,7 @@ class Sampler:
 
 
 def to_token(request: Request, token: int, logprobs: mx.array, drafted: bool = False) -> Token:
-    """A token with the log-probabilities that its request asks for; ``logprobs`` of shape (vocabulary,)."""
+    """Returns a token with the log-probabilities that its request asks for; ``logprobs`` of shape (vocabulary,)."""
     scores = logprobs if request.scores else None
     if request.logprobs is None:
         return Token(request.uid, token, scores=scores, drafted=drafted)
@@ -359,8 +360,8 @@ def to_token(request: Request, token: int, logprobs: mx.array, drafted: bool = F
 
 
 def make_room(session: Session, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
-    """Makes room for a context of so many tokens, a prompt, and bytes of caches to go back to. Returns the prompt
-    tokens to compute at a time."""
+    """Makes room as ``Residency.reserve``, but does nothing for a closed session. Returns the prompt tokens to compute
+    at a time."""
     if session.closed:
         return step or session.plan.prefill_step
     return session.residency.reserve(tokens, prompt, step, kept)

@@ -1,4 +1,4 @@
-"""A model's options and its sizes for the use that it is opened for; no weights are read."""
+"""Finds a model's sizes for given load options, without reading weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Opening:
     known: Calibration | None
 
     def measured(self, lazy: LazyModel) -> ModelProfile:
-        """The model's sizes, for the context and the use that it is opened for."""
+        """Returns the model's profile, with sizes for the context and the use that the options name."""
         o, known = self.options, self.known
         compute = COMPUTE_DTYPES[o.dtype] if o.dtype is not None else None
         # Units need not be aligned to disk blocks where the calibrated disk is read through the page cache.
@@ -42,7 +42,7 @@ class Opening:
         if o.batch is not None:
             size = _in_batches(size, o.batch, o.context or size.context)
         if o.reserved is not None and o.reserved < size.context:
-            # A known prompt needs its room from the first pass on.
+            # Reserve room for a prompt of known length before the first pass.
             size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
         if o.sequences == 1 and o.batch is None and size.kept_apart:
             size = replace(size, kv_disk=kv_disk(o.kv_disk, called("kv_disk")))
@@ -50,8 +50,8 @@ class Opening:
 
 
 def _in_batches(size: ModelSize, sequences: int, length: int) -> ModelSize:
-    """The size with room for calls as mlx-lm's perplexity makes them: so many sequences of ``length`` tokens, without
-    caches and with the logits of every token."""
+    """Returns the size with room for calls over ``sequences`` sequences of ``length`` tokens, without caches and with
+    the logits of every token, as mlx-lm's perplexity makes them."""
     tokens = sequences * length
     whole = replace(size, prompt=tokens, logits=tokens * size.logits // LOGITS_SHARE)
     more = whole.activations(tokens) - size.activations(min(length, size.prompt))

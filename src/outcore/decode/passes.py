@@ -22,14 +22,14 @@ from ..machine.allocator import limits
 from ..machine.device import on_cpu
 from ..machine.interrupts import check
 
-# Prompt tokens per chunk in mlx-lm's ``generate_step``, after which it looks whether to quantize.
+# Prompt tokens per chunk in mlx-lm's ``generate_step``, which may quantize keys and values after each chunk.
 MLX_LM_STEP = 2048
 
 
 @dataclass(frozen=True)
 class KvBits:
-    """mlx-lm's ``kv_bits`` and the arguments that go with it: keys and values are quantized from the token ``start``
-    on, which mlx-lm checks after each chunk of ``step`` prompt tokens."""
+    """mlx-lm's ``kv_bits`` and the arguments that go with it. Keys and values are quantized once there are ``start``
+    tokens; of a prompt, this is checked after each chunk of ``step`` tokens."""
 
     bits: int
     group_size: int
@@ -39,20 +39,21 @@ class KvBits:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass over so many tokens (0: unknown); ``run`` builds it and returns logits (1, tokens, vocabulary)."""
+    """A forward pass over ``tokens`` tokens (0: unknown). ``run`` builds its graph and returns logits (1, tokens,
+    vocabulary)."""
 
     run: Callable[[], mx.array]
     tokens: int
 
 
 class HiddenKeeper(Protocol):
-    """Keeps hidden states (1, tokens, hidden) of a text's latest tokens for a drafter. Everything that computes logits
-    runs inside ``watch``.
+    """Keeps hidden states (1, tokens, hidden) of a text's latest tokens for a drafter. Every call of the model runs
+    inside ``watch``.
 
     Attributes:
-        arrays: what it holds, to be evaluated with the pass that made it.
-        end: the token after the last one whose state was seen.
-        window: the most tokens whose states it keeps.
+        arrays: the states, to be evaluated with the pass that made them.
+        end: position after the last token whose state was seen.
+        window: the most tokens whose states are kept.
     """
 
     end: int
@@ -62,15 +63,15 @@ class HiddenKeeper(Protocol):
     def arrays(self) -> list[mx.array]: ...
 
     def expect(self, tokens: int) -> None:
-        """A prompt is computed that ends before this token."""
+        """Called before a prompt is computed that ends at this position."""
 
     def watch(self, first: int, tokens: int) -> AbstractContextManager[None]:
-        """Keep the states of the pass that is built inside, over so many tokens from ``first`` on."""
+        """Returns a context that keeps the states of a pass built inside, over ``tokens`` tokens from ``first`` on."""
 
     def settle(self) -> None: ...
 
     def cut(self, end: int) -> None:
-        """Forget the states from this token on."""
+        """Drops the states from this position on."""
 
 
 def run_passes(
@@ -82,19 +83,19 @@ def run_passes(
     prompts: int = 0,
     context: int = 0,
 ) -> list[mx.array]:
-    """Runs passes and returns the output of the ``wanted`` ones: layer by layer over all passes where weights are
-    streamed, so that they are read once; else one after the other.
+    """Runs passes and returns the output of the ``wanted`` ones. If they can be shared, each layer is read once and
+    computed for all of them; otherwise they run one after the other.
 
     Args:
         wanted: indices of passes whose output is returned.
-        between: called after passes that are not the last, with their number and their wanted output; it evaluates that
-            and the caches, since a graph queued all at once needs all its memory at once.
-        prompts: the first so many passes are of prompts, which share a reading as far as there is memory for their
+        between: called after all passes but the last, with the number of passes done and the latest wanted output. It
+            has to evaluate that and the caches, since a graph that is queued all at once needs all its memory at once.
+        prompts: how many of the first passes are of prompts; these share a reading as far as there is memory for their
             graphs.
-        context: tokens that the longest of them has, with all before it.
+        context: tokens of the longest of these prompts, with those in its caches.
     """
     runner, rows = pass_runner(session.streaming, session.transport), list[mx.array]()
-    # Without shared passes a model reads no weights, or its graph cannot be built ahead of them.
+    # Without a runner, the model reads no weights, or its graph cannot be built before they are read.
     each_alone = runner is None or (len(passes) == 1 and not prompts)
     counts = [1] * len(passes) if each_alone else [0]
     if prompts and not each_alone:
@@ -121,8 +122,8 @@ def run_passes(
 
 
 def chunks(total: int, step: int, within: int | None = None) -> list[slice]:
-    """mlx-lm's cut of a prompt: ``step`` tokens at a time, and the last token by itself; no chunk crosses a multiple of
-    ``within``."""
+    """Cuts a prompt as mlx-lm does: ``step`` tokens at a time, and the last token by itself. No chunk crosses a
+    multiple of ``within``."""
     long = within or max(total, 1)
     ends = [*range(long, total - 1, long), max(0, total - 1)]
     parts = [
@@ -135,8 +136,8 @@ def chunks(total: int, step: int, within: int | None = None) -> list[slice]:
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """mlx-lm's ``wired_limit`` around a generation. It restores the limit that it found, which may be older than a
-    model, so ours is set again."""
+    """Runs a generation inside mlx-lm's ``wired_limit``, then sets Outcore's limits again: mlx-lm restores the limit
+    that it found, which may be from before a model was loaded."""
     try:
         with wired_limit(model, [generation_stream]):
             yield

@@ -1,5 +1,5 @@
-"""A prompt that is computed a few chunks at a time into its own caches before its sequence joins the others, so that
-they get tokens meanwhile and it can be given up."""
+"""Computes a prompt a few chunks at a time, in caches of its own, before its sequence joins the others. Meanwhile the
+others get tokens, and the prompt can be given up."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .request import Request, grow_by, own_cache
 
 
 class Prefill:
-    """One prompt, computed ``step`` tokens at a time; the request's cache is taken over with the first chunk.
+    """One prompt, computed ``step`` tokens at a time, in the request's cache if it has one.
 
     Attributes:
         held: computed tokens of the prompt.
-        passes: over the chunks that are next; the caller runs them and calls ``computed``, or calls ``run``.
+        passes: the passes over the next chunks. The caller runs them and calls ``computed``, or calls ``run``.
     """
 
     def __init__(self, model: nn.Module, session: Session, request: Request, step: int) -> None:
         self._model, self._session, self._request, self._step = model, session, request, step
         self.uid = request.uid
-        # Drafters that use the model's last hidden states need those of the prompt's end.
+        # Drafters that use hidden states need those of the prompt's end, so the joining pass computes it.
         hidden = None if session.drafting is None else session.drafting.hidden()
         self._end = len(request.tokens) - 1 - (0 if hidden is None else hidden.window)
         self._runner: ModelRunner | None = None
@@ -37,11 +37,11 @@ class Prefill:
 
     @property
     def ahead(self) -> int:
-        """Tokens to be computed before its sequence joins, whose pass computes the last one."""
+        """Tokens to compute before the sequence joins; the pass with which it joins computes the last ones."""
         return max(0, self._end - self.held)
 
     def take(self, count: int, step: int) -> int:
-        """Prepares the passes over the next ``count`` chunks; returns their tokens."""
+        """Prepares the passes over the next ``count`` chunks; returns how many tokens they have."""
         request, held = self._cut(step), self.held
         if self._runner is None:
             cache = own_cache(self._model, request)
@@ -49,7 +49,7 @@ class Prefill:
             self._runner = ModelRunner(self._model, self._session, cache, in_cache=held)
         passed = functools.partial(replace(request.cached, tokens=held).passed, self._runner.cache)
         ids = mx.array(list(request.tokens[held : held + count * step + 1]), dtype=mx.int32)
-        # The last pass has the last token only, which is left to the pass with which the sequence joins.
+        # ``prompting`` makes a pass of its own for the last token; drop it, as a later pass computes that token.
         self.passes = self._runner.prompting(ids, step, passed=passed)[:count]
         return sum(each.tokens for each in self.passes)
 
@@ -70,7 +70,7 @@ class Prefill:
         self.computed()
 
     def joining(self, step: int) -> Request:
-        """The request with which its sequence joins, with the computed part of its prompt."""
+        """Returns the request with which the sequence joins; its cache has the computed part of the prompt."""
         request = self._cut(step)
         if self._runner is None:
             return request
@@ -82,8 +82,7 @@ class Prefill:
         return cache, len(self._request.earlier) + self.held
 
     def _cut(self, step: int) -> Request:
-        """The request, with ``step`` tokens per chunk from now on. A prompt computed in chunks of different lengths is
-        not stored."""
+        """Returns the request. If ``step`` differs from earlier chunks, the prefix cache will not store the prompt."""
         if step != self._step:
             self._step = step
             self._request = replace(self._request, cached=replace(self._request.cached, recording=None))
@@ -91,7 +90,7 @@ class Prefill:
 
 
 class Prefills(dict[int, Prefill]):
-    """Partly computed prompts by uid; ``chunks`` is how many a shared pass has time for while weights are read."""
+    """Partly computed prompts by uid; ``chunks``: how many chunks a shared pass can compute while weights are read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,11 +98,12 @@ class Prefills(dict[int, Prefill]):
         self._shortest_first = True
 
     def next(self, chunk: int, room: float) -> tuple[list[int], Prefill | None]:
-        """The prompts that can be finished within ``room`` tokens, and one prompt to compute some chunks of."""
+        """Returns the prompts that can be finished within ``room`` tokens, and one prompt with passes over some chunks;
+        None: there is no room for one."""
         joining: list[int] = []
         part: Prefill | None = None
         order = list(self.values())
-        # The oldest and the shortest take turns, so that neither waits for the ends of others.
+        # Begin with the oldest and with the shortest prompt by turns, so that neither waits until all others end.
         self._shortest_first = not self._shortest_first
         if self._shortest_first:
             order.sort(key=lambda prefill: prefill.ahead)

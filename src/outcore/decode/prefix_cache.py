@@ -1,4 +1,4 @@
-"""The seam to what stores computed prompts (``outcore_prefix``, on disk), and how a prompt is looked up there."""
+"""The protocol of prefix caches (``outcore_prefix`` stores computed prompts on disk), and how prompts are looked up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .request import CachedPrefix, Recorder
 # Tokens of a block, and the most tokens of a chunk of a prompt.
 GRID = 512
 
-# States that are held in memory until a prompt is computed, in addition to the final ones.
+# How many copies of a prompt's states are in memory until it is computed and stored, besides the final one.
 CAPTURED = 2
 
 
@@ -30,7 +30,7 @@ class PrefixMatch:
     Attributes:
         tokens: its length.
         cache: caches that hold these tokens.
-        logits: (1, vocabulary) of its last position, where it is the whole prompt; else None.
+        logits: (1, vocabulary) after its last token if it is the whole prompt; otherwise None.
     """
 
     tokens: int
@@ -43,30 +43,30 @@ class PrefixCache(Protocol):
     returns one."""
 
     def salt(self, secret: str) -> None:
-        """Mixes a secret into all names from now on: a user without it finds none of the prompts, and cannot learn from
-        response times which were asked."""
+        """Mixes a secret into the names of prompts from now on. A user without it finds none of these prompts, and
+        cannot learn from response times which prompts others sent."""
 
     def find(self, tokens: Sequence[int], step: int = GRID, *, whole: bool = True) -> PrefixMatch | None:
-        """The longest stored prefix of a prompt, computed in chunks of ``step`` tokens; ``whole``: all of it may match,
-        with its logits."""
+        """Returns the longest stored prefix of a prompt, computed in chunks of ``step`` tokens; None: there is none.
+        ``whole``: the prefix may be the whole prompt, with its logits."""
 
     def recording(self, tokens: Sequence[int], step: int = GRID, held: int = 0, shared: int = 0) -> Recorder:
-        """A recorder that stores a prompt while it is computed. Its first ``held`` tokens are stored already; other
-        prompts begin with its first ``shared`` tokens too."""
+        """Returns a recorder that stores a prompt while it is computed. The prompt's first ``held`` tokens are stored
+        already; other prompts begin with its first ``shared`` tokens too."""
 
     def like(self, cache: Sequence[Any]) -> bool:
         """Whether a caller's caches are of the same kinds and bounds as the stored ones."""
 
     def keep(self, tokens: Sequence[int], cache: Sequence[Any], instead: str | None = None) -> str | None:
-        """Store a conversation's caches, which hold these tokens, however those were computed. Returns the name, None
-        if not stored. ``instead``: the stored conversation that this replaces."""
+        """Stores a conversation's caches, which hold ``tokens``. Returns the name under which they are stored; None:
+        they are not. ``instead``: name of the stored conversation that this one replaces."""
 
     def kept(self, tokens: Sequence[int], cache: list[Any]) -> str | None:
-        """Fill new caches with these tokens, if such a conversation is stored; returns its name."""
+        """Fills new caches with ``tokens`` if a conversation with them is stored. Returns its name; None: none is."""
 
 
 def prefix_cache(lazy: LazyModel, o: LoadOptions) -> tuple[PrefixCache | None, tuple[str, ...]]:
-    """A model's prefix cache, if asked for, and notes that say why there is none: chunks must end where blocks do."""
+    """Returns a model's prefix cache; or None, and notes for the user that say why (none if it is switched off)."""
     if o.prefix_cache == "off":
         return None, ()
     note = f"{called('prefix_cache')}: prompts are not stored, since"
@@ -78,7 +78,7 @@ def prefix_cache(lazy: LazyModel, o: LoadOptions) -> tuple[PrefixCache | None, t
 
 
 def block_step(step: int) -> int:
-    """The largest chunk length, in tokens, that is at most ``step`` and divides a block."""
+    """Returns the largest chunk length, in tokens, that is at most ``step`` and divides a block."""
     return next(tokens for tokens in range(min(step, GRID), 0, -1) if GRID % tokens == 0)
 
 
@@ -91,9 +91,9 @@ def look_up(
     shared: int = 0,
     records: bool = True,
 ) -> tuple[PrefixMatch | None, CachedPrefix]:
-    """The stored prefix of a prompt, and how a request begins with it. Where chunks of ``step`` tokens do not end with
-    blocks, nothing is found or stored; ``shared`` as of ``PrefixCache.recording``; ``records``: there is memory to
-    store it."""
+    """Returns the stored prefix of a prompt (None: there is none), and ``Request.cached`` for it. If ``step`` does not
+    divide a block, nothing is found or stored. ``shared``: as in ``PrefixCache.recording``; ``records``: memory
+    suffices to store the prompt."""
     prefix = session.prefix
     if prefix is None or GRID % step or session.plan.kv_slot:
         return None, CachedPrefix()
@@ -108,13 +108,13 @@ def look_up(
 
 
 def captured_bytes(session: Session, tokens: int) -> int:
-    """Bytes of states that are held while a prompt of so many tokens is computed, to be stored then."""
+    """Returns the bytes of states that are kept in memory while a prompt is computed, to be stored afterwards."""
     records = session.prefix is not None and not session.plan.kv_slot and tokens > GRID
     return CAPTURED * session.size.states if records else 0
 
 
 def room_to_record(session: Session, tokens: int, prompt: int, step: int | None, kept: int) -> tuple[int, bool]:
-    """Makes room as ``make_room`` does, and for what is held of a prompt until it is stored, if it fits. Returns the
+    """Makes room as ``make_room`` does, and if possible also for storing the prompt in the prefix cache. Returns the
     prompt tokens to compute at a time, and whether the prompt can be stored."""
     captured = captured_bytes(session, prompt)
     try:

@@ -1,4 +1,4 @@
-"""Opens a model and plans for it: all that ``load`` does before it reads weights, and what ``outcore info`` shows."""
+"""Opens a model and makes its plan, as ``load`` does before it reads weights; ``outcore info`` shows the result."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from .speculative.sources import parse_draft, with_draft
 
 @dataclass(frozen=True)
 class Preparation:
-    """A model opened and planned for; no weights have been read.
+    """An opened model and its plan; no weights have been read.
 
     Attributes:
         planning: makes plans within other budgets, for one sequence.
-        given: the folder as it was named; files may be read from a copy in the cache.
-        choices: ways to draft, where ``auto`` had to choose; else empty.
+        given: the model's folder as the user named it; files may be read from a copy in the cache.
+        choices: the ways to draft that ``auto`` compared; otherwise empty.
         choice: the chosen way to draft and its expected speed; None: not predicted.
-        refused: why the requested budget is too small, where the plan is for the smallest that works.
-        mirrors: folders with copies of the model's files, and its own; None: there are none.
+        refused: why the requested budget is too small; the plan is then for the smallest that works. None: it is not.
+        mirrors: the model's folder and those with copies of its files; None: there are no copies.
         calibration: of the machine and the disk that the model is on.
     """
 
@@ -66,7 +66,7 @@ class Preparation:
 
 
 class SharedOut(Protocol):
-    """One machine's part of a model, and its draft."""
+    """One machine's layers of a shared model, and its draft."""
 
     @property
     def profile(self) -> ModelProfile: ...
@@ -76,29 +76,29 @@ class SharedOut(Protocol):
 
 
 class Ranks(Protocol):
-    """Other machines that share a model: the seam to ``outcore_cluster``. All of them call the same methods at the same
-    time."""
+    """The machines that share a model (``outcore_cluster`` implements this). All of them call the same methods at the
+    same time."""
 
     def options(self, o: LoadOptions) -> LoadOptions:
-        """The options without defaults that several machines do not support. Raises ``UsageError`` where one was asked
-        for."""
+        """Returns the options without those defaults that several machines do not support. Raises ``UsageError`` if the
+        user asked for something that they do not support."""
 
     def share_out(
         self, profile: ModelProfile, o: LoadOptions, folder: Path, known: Calibration | None, budget: int
     ) -> SharedOut:
-        """This machine's layers, and its draft."""
+        """Returns this machine's layers, and its draft."""
 
     def room_for_draft(self, planning: Planning, o: LoadOptions, budget: int) -> Planning:
-        """The planning, without an automatic draft that some machine has no room for."""
+        """Returns the planning, without the automatic draft if some machine has no room for it."""
 
     def several(
         self, size: ModelSize, plan: Plan, o: LoadOptions, planned: Callable[[LoadOptions], tuple[ModelSize, Plan]]
     ) -> tuple[ModelSize, Plan]:
-        """The size and plan for as many sequences as all machines have room for; ``planned`` plans with other
-        options."""
+        """Returns the size and the plan for as many sequences as all machines have room for; ``planned`` returns them
+        for other options."""
 
     def predicted(self, prepared: Preparation, o: LoadOptions) -> Preparation:
-        """The preparation with predictions for all machines together."""
+        """Returns the preparation with predictions for all machines together."""
 
 
 def prepare(
@@ -108,12 +108,12 @@ def prepare(
     least: bool = False,
     **arguments: Any,
 ) -> Preparation:
-    """Open a model and plan for it without reading any weights.
+    """Opens a model and makes its plan without reading any weights.
 
     Args:
-        options: or ``arguments``, its fields; without drafts where they do not name any.
-        least: plan for the smallest budget that works where the requested one is too small, for one sequence;
-            ``refused`` then says why.
+        options: load options; or, instead, ``arguments`` with fields of ``LoadOptions``, where ``draft`` is ``none`` by
+            default.
+        least: if the requested budget is too small, plan for the smallest that works (only for one sequence).
 
     Raises:
         BudgetError, UsageError, CheckpointError, StoreError: see their docstrings.
@@ -150,8 +150,9 @@ def prepare(
 def _opened(folder: Path, o: LoadOptions, budget: int) -> Preparation:
     """Opens a model and its draft, before planning."""
     if o.kv_dir is not None and o.kv_disk != "off" and (offload := kv_offload()) is not None:
-        offload.try_folder(Path(o.kv_dir))  # checked even if unused, as it was named
-    # Mirrors and ranks have the named folder's files; and a CPU decodes more slowly than most disks are read.
+        offload.try_folder(Path(o.kv_dir))  # checked even if unused, since the user named it
+    # A compact copy is no use to mirrors and ranks, which have the named folder's files, nor on a CPU, which decodes it
+    # more slowly than most disks are read.
     compact = not (on_cpu() or o.mirrors or o.ranks is not None)
     lazy = open_model(
         folder,
@@ -182,7 +183,7 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> Preparation:
 
 
 def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
-    """Raises ``UsageError`` where ``experts`` are asked for and no layer's can be read one by one."""
+    """Raises ``UsageError`` if the option ``experts`` is set and no layer's experts can be read one by one."""
     if not o.experts or any(each.experts is not None for each in profile.size.layers):
         return
     asked = f"{called('experts')} {o.experts}"
@@ -191,14 +192,14 @@ def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
     if o.adapter_path is not None and any(is_stacked(module) for _, module in named_modules(profile.lazy.model)):
         raise UsageError(
             f"{asked}: with the adapter {o.adapter_path} none can be read one by one, because its modules use the "
-            "weights of the modules that they wrap, as DoRA's do; leave one of them out"
+            f"weights of the modules that they wrap, as DoRA's do; leave out the adapter or {called('experts')}"
         )
-    raise UsageError(f"{asked}: this model has none that could be read one by one; leave it out")
+    raise UsageError(f"{asked}: this model has no experts that can be read one by one; leave it out")
 
 
 def _planned_for_one(opened: Preparation, budget: int, least: bool) -> Preparation:
     planning, profile, draft_ways = opened.planning, opened.profile, list[Way]()
-    # A default budget leaves memory free as a precaution, which is no reason to refuse a model that fits.
+    # A default budget leaves memory free as a precaution. Use that memory rather than refuse a model that fits.
     room = budget if opened.opening.options.asked else max(budget, last_resort())
     allowed = max(budget, planning.smallest) if least or planning.smallest <= room else budget
     planned = planning.at(allowed, opened.calibration)
@@ -221,7 +222,7 @@ def _planned_for_one(opened: Preparation, budget: int, least: bool) -> Preparati
 
 
 def plan_model(model_path: str | Path, **arguments: Any) -> Plan:
-    """The plan by which ``load`` would hold a model, as ``outcore plan`` shows it. Weights are not read.
+    """Returns the plan by which ``load`` would run a model, as ``outcore plan`` shows it. Weights are not read.
 
     Args:
         model_path: a folder, or a model of the Hub.
@@ -244,7 +245,7 @@ def ring_options(o: LoadOptions) -> dict[str, Any]:
 
 
 def draft_kind(o: LoadOptions) -> tuple[str, Any]:
-    """The kind and argument of the requested draft; there is none where several sequences share passes."""
+    """Returns the kind and the argument of the requested draft; ``none`` if several sequences share passes."""
     kind, which = parse_draft(o.draft)
     if o.most_sequences > 1 and kind not in (AUTO, NONE):
         raise UsageError(
@@ -256,14 +257,14 @@ def draft_kind(o: LoadOptions) -> tuple[str, Any]:
 def _plan_for_several(
     size: ModelSize, o: LoadOptions, *, alone: bool, budget: int, calibration: Calibration
 ) -> tuple[ModelSize, Plan]:
-    """The size and plan for sequences that share passes; for one at a time where they have to run ``alone``."""
+    """Returns the size and the plan for sequences that share passes; ``alone``: for one sequence at a time."""
     plan_for: Callable[..., Plan] = partial(make_plan, calibration=calibration, **ring_options(o))
 
     def planned(size: ModelSize) -> Plan:
         try:
             return plan_for(size, budget=budget)
         except BudgetError as e:
-            # A default budget is only part of the free memory; there may be more.
+            # A default budget is only a part of the free memory, so more may be used.
             if o.asked or e.smallest is None or e.smallest > last_resort():
                 raise
             return plan_for(size, budget=e.smallest)
@@ -281,7 +282,7 @@ def _plan_for_several(
 
 
 def _advice(profile: ModelProfile, plan: Plan, kind: str, o: LoadOptions) -> list[str]:
-    """Notes on a plan for the user: what would be faster, what a context on disk costs, and options without effect.
+    """Returns notes for the user: what would be faster, what keys and values on disk cost, and options without effect.
     ``kind``: of the draft."""
     notes: list[str] = []
     scales = {a.dtype for path, a in named_parameters(profile.lazy.model) if path.endswith("scales")}

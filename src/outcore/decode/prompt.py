@@ -1,4 +1,4 @@
-"""Prompts: from texts and messages to token ids, cached tokens, and checks that refuse what no model can answer."""
+"""Turns texts and messages into token ids, counts cached tokens, and refuses prompts that cannot be answered."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .request_text import TEMPLATE_OWN, checked_text
 
 
 def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:
-    """Token ids of a text, by mlx-lm's rule: special tokens are added unless it begins with the first of them."""
+    """Returns a text's token ids. As in mlx-lm, special tokens are added unless the text begins with the BOS token."""
     special = tokenizer.bos_token is None or not text.startswith(tokenizer.bos_token)
     return list(tokenizer.encode(text, add_special_tokens=special))
 
 
 def encode_rendered(tokenizer: TokenizerWrapper, text: str) -> list[int]:
-    """Token ids of a chat template's output, which has all special tokens already.
+    """Returns the token ids of a chat template's output, which has all special tokens already.
 
     Raises:
-        RequestError: there are none, or half a surrogate pair.
+        RequestError: ``text`` has no tokens, or half of a surrogate pair.
     """
     tokens = list(tokenizer.encode(checked_text(text, "messages"), add_special_tokens=False))
     if not tokens:
@@ -45,7 +45,7 @@ def render(
     arguments.
 
     Raises:
-        RequestError: an option that no request may give, or the template refuses the messages.
+        RequestError: a request may not give one of the options, or the template refuses the messages.
     """
     if given := TEMPLATE_OWN & options.keys():
         raise RequestError(f"{min(given)}: Outcore sets this option itself; leave it out", param=min(given))
@@ -61,7 +61,7 @@ def same_tokens(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def check_known(tokens: Sequence[int], ids: Container[int], where: str = "prompt") -> None:
-    """Refuse what is no prompt of token ids; ``ids`` are all of the tokenizer's tokens.
+    """Checks a prompt of token ids; ``ids``: all tokens of the tokenizer; ``where``: the parameter to name in errors.
 
     Raises:
         RequestError: the prompt is empty, or has a token that the model does not have.
@@ -73,10 +73,10 @@ def check_known(tokens: Sequence[int], ids: Container[int], where: str = "prompt
 
 
 def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> mx.array:
-    """Token ids of a prompt, by mlx-lm's rule for special tokens; int32 (tokens,).
+    """Returns a prompt's token ids, int32 (tokens,), with special tokens as ``encode_text``.
 
     Raises:
-        PromptError: it is neither a text nor token ids.
+        PromptError: the prompt is neither a text nor token ids.
     """
     if isinstance(prompt, mx.array):
         return prompt
@@ -89,27 +89,29 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
 
 
 def cached_tokens(cache: Sequence[Any]) -> int:
-    """Tokens in a prompt cache: those of the layer that holds most."""
+    """Returns the number of tokens in a prompt cache: those of the layer with the most."""
     sizes = [c.size() for c in cache if hasattr(c, "size")]
     offsets = [c.offset for c in cache if isinstance(getattr(c, "offset", None), int)]
     return max([*sizes, *offsets], default=0)
 
 
 def check_prompt(length: int, max_tokens: int, session: Session | None, held: int = 0, bounded: bool = True) -> int:
-    """``max_tokens``, lowered to what the context allows, or an error if the prompt cannot be answered.
+    """Returns ``max_tokens``, lowered to what the context allows.
 
     Args:
+        length: tokens of the prompt.
+        max_tokens: the most tokens of the answer; negative: as many as the context allows.
         held: tokens that a cache holds before the prompt.
-        bounded: the caches grow with each token instead of keeping a fixed size.
+        bounded: the caches grow with each token, so memory bounds the context; otherwise they have a fixed size.
 
     Raises:
-        PromptError: no tokens, more than the model has positions for, or more than there can be memory for.
+        PromptError: the prompt is empty, has more tokens than the model has positions for, or does not fit into memory.
     """
     check_length(length, session, "the prompt", held)
     if session is None:
         return max_tokens
     if session.positions is not None:
-        # The last token is never fed to the model.
+        # The answer's last token needs no position, as it is never fed to the model.
         most = session.positions - held - length + 1
         max_tokens = min(max_tokens, most) if max_tokens > 0 else most
     longest = session.max_context
@@ -128,15 +130,15 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
     room = planned - held - length
     if room > 0:
         return room
-    # The prompt fills the planned context: allow as much as an answer usually takes, if there can be room for it.
+    # The prompt fills the planned context: allow an answer of usual length if room for it can be made.
     left = ANSWER if longest is None else longest - held - length
     more = min(ANSWER, left) if left > 0 else ANSWER
     return more if session.residency.holds(held + length + more, length) else 1
 
 
 def most_tokens(length: int, max_tokens: int, session: Session, held: int = 0, bounded: bool = True) -> int:
-    """``max_tokens``, or as many as there can be room for after the prompt; arguments and errors as of
-    ``check_prompt``."""
+    """As ``check_prompt``, but returns as many tokens as room can be made for, if that is fewer than ``max_tokens``,
+    instead of raising an error."""
 
     def refused(tokens: int) -> bool:
         try:
@@ -151,7 +153,8 @@ def most_tokens(length: int, max_tokens: int, session: Session, held: int = 0, b
 
 
 def check_ids(ids: mx.array, session: Session, name: str) -> None:
-    """Raises ``PromptError`` for tokens without an embedding, for which MLX would read whatever lies in memory."""
+    """Raises ``PromptError`` for tokens without an embedding: MLX would read other memory instead. ``name``: the
+    prompt's, for the error."""
     if session.vocabulary is None or not ids.size:
         return
     least, most = (cast(int, end.item()) for end in (ids.min(), ids.max()))
@@ -169,14 +172,14 @@ def check_length(tokens: int, session: Session | None, name: str, held: int = 0)
 
 
 def note_length(tokens: int, session: Session | None, name: str) -> None:
-    """Note that a prompt is longer than what the model was made for."""
+    """Notes for the user that a prompt is longer than the context that the model was trained for."""
     if session is not None and session.max_context is not None and tokens >= session.max_context:
-        session.note(f"{name} has {tokens} tokens; this model was made for {session.max_context}, beyond them it errs")
+        session.note(f"{name} has {tokens} tokens; this model was made for {session.max_context}; beyond that it errs")
 
 
 def kept_at_most(model: nn.Module, cache: Sequence[Any] | None, max_kv_size: int | None, step: int) -> int | None:
-    """The most tokens that caches hold while a text is computed, ``step`` prompt tokens at a time; None: all of them.
-    ``cache`` None: those that mlx-lm makes (``make_prompt_cache``)."""
+    """Returns the most tokens that caches hold at a time while a text is computed, ``step`` prompt tokens at a time;
+    None: all of the text. ``cache`` None: caches that mlx-lm makes (``make_prompt_cache``)."""
     if cache is None:
         bounded = max_kv_size is not None and not hasattr(model, "make_cache")
         return max_kv_size + step if bounded and max_kv_size is not None else None
@@ -185,9 +188,9 @@ def kept_at_most(model: nn.Module, cache: Sequence[Any] | None, max_kv_size: int
 
 
 def note_bounds(model: nn.Module, session: Session | None) -> bool:
-    """Whether ``max_kv_size`` bounds the caches that mlx-lm makes for this model; if not, the session notes it."""
+    """Whether ``max_kv_size`` bounds the caches that mlx-lm makes for this model; if not, notes that for the user."""
     if not hasattr(model, "make_cache"):
         return True
     if session is not None:
-        session.note("max_kv_size bounds nothing here: this model makes its own caches")
+        session.note("max_kv_size bounds nothing: this model makes its own caches")
     return False

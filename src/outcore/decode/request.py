@@ -1,4 +1,4 @@
-"""Requests of sequences, and the tokens that answer them."""
+"""Requests, and the tokens of their answers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Recorder(Protocol):
     """Stores a prompt's computed caches (``prefix_cache``)."""
 
     def passed(self, tokens: int, cache: Sequence[Any]) -> None:
-        """A chunk's graph was built; after it the caches hold so many tokens of the prompt."""
+        """Called when a chunk's graph was built; with it, the caches hold the prompt's first ``tokens`` tokens."""
 
     def save(self, cache: Sequence[Any], logits: mx.array | None, tokens: int | None = None) -> None:
-        """The prompt was computed, or its first ``tokens``, and ``cache`` holds exactly those."""
+        """Called when the prompt, or its first ``tokens`` tokens, was computed; ``cache`` holds exactly these."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class CachedPrefix:
     """The first ``tokens`` of a prompt, which a request's cache holds already.
 
     Attributes:
-        logits: (1, vocabulary) of the last position, where the cache holds all of it.
-        recording: stores the rest as it is computed; None: it is not stored.
+        logits: (1, vocabulary) after the prompt's last token; None: the cache does not hold the whole prompt.
+        recording: stores the rest of the prompt while it is computed; None: it is not stored.
     """
 
     tokens: int = 0
@@ -46,18 +46,18 @@ class CachedPrefix:
 
 @dataclass(frozen=True)
 class Alone:
-    """Options that only a text running alone can have.
+    """Options of a text that runs alone, without other sequences.
 
     Attributes:
-        keeps: the caller goes on with its caches: after any failure they are what they were before it.
-        whole: at the end the caches hold the answer's last token too; else all but that.
+        keeps: the caller goes on with its caches, so a step that fails restores them.
+        whole: at the end, the caches hold the answer's last token too; otherwise all but that one.
         kv: how keys and values are quantized; None: they are not.
-        bound: the most tokens that its caches hold; None: all.
-        embeddings: (tokens, hidden), instead of the prompt's.
-        progress: called with the computed and all tokens of the prompt.
+        bound: the most tokens that the caches hold at a time; None: all tokens.
+        embeddings: (tokens, hidden), used instead of the prompt's.
+        progress: called with the number of computed prompt tokens and of all prompt tokens.
         history: the tokens in the caches before the prompt, as far as known: drafts may repeat them.
         draft_model: drafts instead of the loaded drafter.
-        forget: restores the caller's caches where the text leaves nothing in them.
+        forget: called if the text leaves no token in the caller's caches; restores them.
     """
 
     keeps: bool = False
@@ -73,24 +73,24 @@ class Alone:
 
 @dataclass(frozen=True)
 class Request:
-    """A sequence to be written.
+    """A prompt, and how it is to be answered.
 
     Attributes:
         uid: unique among the sequences that run at the same time.
         tokens: ids of the prompt, at least one.
-        max_tokens: of the answer, at least one.
-        sampler: log-probabilities of shape (1, vocabulary) to a token of shape (1,); None: the likeliest.
+        max_tokens: the most tokens of the answer, at least one.
+        sampler: turns log-probabilities (1, vocabulary) into a token (1,); None: takes the likeliest.
         processors: mlx-lm's logits processors.
         stop: strings that end the answer and are not part of it.
         cache: caches of the text before the prompt; copied, not changed. None: there is none.
-        given: the caches are taken out of the list instead of copied.
-        earlier: the tokens of that text, where a processor looks at them.
+        given: the caches are used themselves, and taken out of the list ``cache``, instead of copied.
+        earlier: the tokens of the text before the prompt, for processors, which look at all tokens.
         cached: the part of ``tokens`` that ``cache`` holds.
-        begun: ``tokens`` are the end of an answer that goes on, not a prompt.
+        begun: ``tokens`` are not a prompt, but the end of an answer that goes on.
         shared: number of first ``tokens`` that other prompts begin with too.
-        logprobs: how many of the likeliest tokens come with each token and its log-probability; None: no
+        logprobs: return each token's log-probability, and those of this many of the likeliest tokens; None: return no
             log-probabilities.
-        scores: tokens come with the log-probabilities that they were drawn from, of shape (vocabulary,).
+        scores: return with each token all log-probabilities that it was drawn from, of shape (vocabulary,).
         alone: options of a text that runs alone and writes into its own ``cache``; None: it may share passes.
     """
 
@@ -113,8 +113,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Token:
-    """The next token of a sequence. As the request asks: its log-probability, the likeliest tokens in its place (best
-    first), and the log-probabilities of all. ``drafted``: it is an accepted draft token."""
+    """The next token of a sequence; ``drafted``: it is an accepted draft token. If the request asks for them:
+    ``logprob``, ``top`` (the likeliest tokens with theirs, best first), and ``scores`` (those of all tokens)."""
 
     uid: int
     token: int
@@ -131,7 +131,7 @@ def grow_by(caches: Any, step: int) -> None:
 
 
 def own_cache(model: nn.Module, request: Request) -> list[Any]:
-    """Caches that may be written to for a request."""
+    """Returns the caches that a request is computed in: its own, a copy of them, or new ones."""
     if request.cache is None:
         return make_prompt_cache(model)
     if request.alone is not None:

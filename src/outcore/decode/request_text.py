@@ -1,4 +1,4 @@
-"""Checks of the texts in requests. No MLX."""
+"""Checks texts in requests, without importing MLX."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ TEMPLATE_OWN = frozenset(
 
 
 def checked_text(text: str, where: str) -> str:
-    """The text; ``RequestError`` if it has half of a surrogate pair, which JSON can escape but no tokenizer takes."""
+    """Returns the text. Raises ``RequestError`` if it has half of a surrogate pair, which no tokenizer takes (JSON can
+    escape one). ``where``: the parameter to name."""
     if (at := half_character(text)) is not None:
         wanted = "write the pair, or the character"
         raise RequestError(f"{where}: character {at} is half of a surrogate pair; {wanted}", param=where)

@@ -1,13 +1,13 @@
-"""Samplers as mlx-lm's, and the rejection rule for drafted tokens.
+"""Samplers like mlx-lm's, and the rejection rule for drafted tokens.
 
 A guess from the text's own repetitions is accepted if the sampler draws the same token; so is the likeliest token of a
 draft model. A token that a draft model draws from its probabilities is accepted by the rejection rule (Leviathan et al.
 2023, https://arxiv.org/abs/2211.17192; Chen et al. 2023, https://arxiv.org/abs/2302.01318): a token drafted from q
 stays with probability min(1, p / q), and the first one that does not is replaced by one drawn from max(0, p - q). The
-result is distributed as p, and no rule accepts more. But which random numbers are used where depends on how much was
-drafted, and so on timing: a seed does not fix the text. With a ``coupled`` sampler a draft takes no random numbers:
-each token is drawn with those that it would have had without a draft, so a seed fixes the text, and fewer drafted
-tokens are accepted.
+result is distributed as p, and no rule accepts more. But how many random numbers a draft takes depends on its length,
+and so on timing: the same seed may give different texts. With a ``coupled`` sampler, a draft takes no random numbers,
+and each token is drawn with the same ones as without a draft. So a seed fixes the text, but fewer drafted tokens are
+accepted.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mlx_lm import sample_utils
 from ..checks import COUNT, LEAST_TEMPERATURE, real, whole
 from ..errors import UsageError
 
-# mlx-lm's sampler: log-probabilities of shape (rows, vocabulary) to tokens of shape (rows,).
+# mlx-lm's sampler: takes log-probabilities of shape (rows, vocabulary), returns tokens of shape (rows,).
 Draw = Callable[[mx.array], mx.array]
 
-# mlx-lm's logits processor: all tokens so far and logits (1, vocabulary) to logits.
+# mlx-lm's logits processor: takes all tokens so far and logits (1, vocabulary), returns logits.
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 
@@ -39,7 +39,7 @@ class MlxLmSampler:
         temp: temperature; 0 takes the most likely token.
         top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens: as in
             ``mlx_lm.sample_utils.make_sampler``.
-        coupled: a seed fixes the text, drafted or not.
+        coupled: drafts take no random numbers, so that a seed fixes the text.
     """
 
     temp: float = 0.0
@@ -61,11 +61,11 @@ class MlxLmSampler:
         )
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Tokens of shape (rows,) drawn from log-probabilities of shape (rows, vocabulary)."""
+        """Returns tokens of shape (rows,), drawn from log-probabilities of shape (rows, vocabulary)."""
         return self._draw(logprobs)
 
     def distribution(self, logprobs: mx.array) -> mx.array:
-        """The probabilities, float32 (rows, vocabulary), that tokens are drawn with; for a temperature above 0."""
+        """Returns the probabilities, float32 (rows, vocabulary), of a draw; for temperatures above 0."""
         if 0 < self.top_p < 1.0:
             logprobs = sample_utils.apply_top_p(logprobs, self.top_p)
         if self.min_p != 0.0:
@@ -81,7 +81,7 @@ class MlxLmSampler:
 # mlx-lm's function of that name, with its arguments in the same order.
 make_sampler = MlxLmSampler
 
-# The maximum of each.
+# Arguments that are shares, and their maxima.
 SHARES = {"top_p": 1.0, "min_p": 1.0, "xtc_probability": 1.0, "xtc_threshold": 0.5}
 
 # What flags may set.
@@ -89,15 +89,15 @@ SAMPLING = [f.name for f in fields(MlxLmSampler) if f.init and f.name not in ("x
 
 
 def check_sampling(*, vocabulary: int | None = None, flags: bool = True, **given: float) -> None:
-    """Refuse values that mlx-lm's samplers would refuse at the first token, or draw nonsense from.
+    """Refuses values that mlx-lm's samplers refuse only at the first token, or draw nonsense from.
 
     Args:
         vocabulary: number of tokens, if known.
-        flags: name flags in errors, not arguments.
-        given: some of ``SAMPLING``.
+        flags: errors name flags (``--top-p``); otherwise arguments (``top_p``).
+        given: values of some of the arguments ``SAMPLING``.
 
     Raises:
-        UsageError: one of them is out of range.
+        UsageError: a value is out of range.
     """
     names = {argument: f"--{argument.replace('_', '-')}" if flags else argument for argument in SAMPLING}
     if real(names["temp"], given.get("temp", 0.0), 0.0) and given["temp"] < LEAST_TEMPERATURE:
@@ -114,10 +114,10 @@ def check_sampling(*, vocabulary: int | None = None, flags: bool = True, **given
 
 
 class OwnSampler:
-    """A sampler with its own random numbers, so that its tokens do not depend on other sequences or on what is computed
-    ahead. Its temperature is above 0; ``seed`` None: another one each time."""
+    """A sampler with random numbers of its own, so that its tokens do not depend on other sequences or on tokens
+    computed ahead. Its temperature is above 0; ``seed`` None: a random one."""
 
-    # Draws that can be taken back.
+    # The most draws that ``rewind`` can take back.
     REMEMBERED = 8
 
     def __init__(self, sampler: MlxLmSampler, seed: int | None = None) -> None:
@@ -126,7 +126,7 @@ class OwnSampler:
         self._keys: deque[mx.array] = deque(maxlen=self.REMEMBERED + 1)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        if not self._keys:  # made late, so that a waiting sequence takes no memory
+        if not self._keys:  # made at the first draw, so that a waiting sequence takes no memory
             self._keys.append(mx.random.key(secrets.randbits(63) if self._seed is None else self._seed % 2**63))
         kept = self._sampler
         if kept.top_k >= logprobs.shape[-1]:
@@ -144,26 +144,26 @@ class OwnSampler:
         return mx.random.categorical(mx.log(p), key=own)
 
     def rewind(self, drawn: int) -> None:
-        """Go back to the state after so many draws, so that tokens drawn ahead and not handed out are drawn again."""
+        """Returns to the random state after ``drawn`` draws, so that tokens that the caller did not get are redrawn."""
         while self.drawn > drawn:
             self._keys.pop()
             self.drawn -= 1
 
 
 def own_sampler(temperature: float, *, seed: int | None = None, **options: Any) -> OwnSampler | None:
-    """A sampler with its own random numbers; None for a temperature of 0. ``options``: as of ``MlxLmSampler``."""
+    """Returns a sampler with random numbers of its own; None for temperature 0. ``options`` are ``MlxLmSampler``'s."""
     return None if temperature == 0 else OwnSampler(MlxLmSampler(temperature, **options), seed)
 
 
 def drawn_by(sampler: Draw | None) -> MlxLmSampler | None:
-    """The sampler whose distribution drafted tokens are drawn from. None: the likeliest token is drafted, for a greedy
-    sampler, an unknown one and a ``coupled`` one."""
+    """Returns the sampler whose distribution drafted tokens are drawn from. None: the likeliest token is drafted, since
+    the sampler is greedy, unknown or ``coupled``."""
     return sampler if isinstance(sampler, MlxLmSampler) and sampler.temp > 0 and not sampler.coupled else None
 
 
 def judge(token: int, p: mx.array, q: mx.array) -> int:
-    """The rejection rule for one token drafted from probabilities ``q``, where the model has ``p`` (vocabulary,): the
-    token itself if it is accepted, another one if not."""
+    """Applies the rejection rule to a token drafted from probabilities ``q``, where the model has ``p`` (vocabulary,).
+    Returns the token if it is accepted, otherwise another one."""
     stays = mx.minimum(p[token] / mx.maximum(q[token], 1e-30), 1.0)
     draw, other = mx.random.uniform(), mx.random.categorical(mx.log(mx.maximum(p - q, 0.0)))
     mx.eval(stays, draw, other)

@@ -1,4 +1,4 @@
-"""Conversations in files, as text and token ids, from which a chat goes on as if it had never ended."""
+"""Saves conversations to files, as text and token ids, so that a chat can go on as if it had never ended."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Saved(BaseModel):
     """A saved conversation.
 
     Attributes:
-        model: its name when saved.
-        text: of its tokens, which shows whether another tokenizer was used; and for people.
-        tokens: all of it, templates included.
-        random: MLX's random state after it.
-        held: tokens that the caches held.
+        model: the model's name when the conversation was saved.
+        text: the decoded ``tokens``: readable, and different if another tokenizer decodes them.
+        tokens: ids of the whole conversation, with what the chat template adds.
+        random: MLX's random state when it was saved.
+        held: how many of the tokens the caches held.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -47,7 +47,7 @@ class Saved(BaseModel):
 
 
 def _expanded(path: Path) -> Path:
-    """The path with the home folder for ``~``; ``UsageError`` if there is no such folder."""
+    """Returns the path with ``~`` replaced by the home folder. Raises ``UsageError`` if that is impossible."""
     try:
         path = path.expanduser()
         path.exists()
@@ -57,10 +57,10 @@ def _expanded(path: Path) -> Path:
 
 
 def save(path: Path, **fields: Any) -> None:
-    """Write a conversation atomically, readable by this user only; ``fields`` are those of ``Saved``.
+    """Writes a conversation atomically, readable by this user only; ``fields`` are those of ``Saved``.
 
     Raises:
-        UsageError: the file exists and is no conversation, or cannot be written.
+        UsageError: the file exists and is not a conversation, or cannot be written.
     """
     saved = Saved.model_validate({"format": FORMAT, "schema": 1, **fields})
     path = Path(os.path.realpath(_expanded(path)))
@@ -82,13 +82,13 @@ def save(path: Path, **fields: Any) -> None:
 
 
 def load(path: Path, tokenizer: TokenizerWrapper, vocabulary: int | None) -> Saved:
-    """Read a conversation that was saved with the same tokenizer.
+    """Reads a conversation that was saved with the same tokenizer.
 
     Args:
         vocabulary: tokens that the model has embeddings for; None: unknown.
 
     Raises:
-        UsageError: it is no conversation, or another model's.
+        UsageError: the file is not a conversation, or one with another model.
     """
     path = _expanded(path)
     try:

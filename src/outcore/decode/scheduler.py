@@ -1,11 +1,11 @@
 """The scheduler: sequences that join and leave between steps share forward passes.
 
-A short prompt is computed in the pass with which its sequence joins. Of a longer one each step computes one chunk, or
-as many as take no longer than reading the weights, so that the other sequences keep getting tokens meanwhile. A
-sequence that is removed frees its place before the next pass. Memory follows demand: the caches of the running
-sequences displace resident layers, which return when sequences have left. A sequence waits while there is no room for
-it; when the running ones outgrow memory together, the newest goes back to waiting and is computed again later. A model
-that is all in memory gives up no layers: sequences wait instead.
+A short prompt is computed in the pass with which its sequence joins. Of a longer prompt, each step computes one chunk,
+or as many as take no longer than reading the weights, so that the other sequences keep getting tokens. A sequence that
+is removed frees its place before the next pass. The caches of the running sequences displace resident layers, which are
+taken back when sequences have left. A sequence waits while there is no room for it; when the running sequences outgrow
+memory, the newest goes back to waiting and is computed again later. A model that is all in memory gives up no layers:
+sequences wait instead.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from .step import ScheduledSequence, StepResult
 
 
 class Scheduler:
-    """Writes sequences: each step gives one more token of each.
+    """Decodes many sequences: each step returns the next token of each.
 
     Args:
         ends: end-of-text tokens; nothing is drafted after them.
         most: the most sequences that share a pass.
         prefill_step: prompt tokens per chunk; None: as planned.
         draft_tokens: the most tokens drafted per pass; None: as many as pay.
-        planned: the plan has room for all sequences that share passes, to the ends of their answers.
-        alone: runs one request, which has an ``alone`` part and makes room for itself as it grows.
+        planned: the plan has room for all sequences that share passes, up to the ends of their answers.
+        alone: there is a single request, with ``Request.alone``, which makes room for itself as it grows.
 
     Attributes:
-        ends: as above; applies to sequences that begin from now on.
-        sequences: the most that share a pass; 1 where caches cannot be merged.
+        ends: as above; a change applies to sequences that begin later.
+        sequences: the most sequences that share a pass; 1 if their caches cannot be merged.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Scheduler:
         self._batch: SpeculativeDecoder | BatchDecoder | None = None
         self._order = 0
         self._refused: tuple[object, ...] | None = None  # running and joining sequences that had no room together
-        self._unseen: StepResult | None = None  # computed, but interrupted before the caller got it
+        self._unseen: StepResult | None = None  # result of a step that was interrupted before it could return it
 
     @property
     def running(self) -> int:
@@ -89,8 +89,8 @@ class Scheduler:
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Let a sequence join as soon as there is room. Where its request has a ``cache``, ``earlier`` are the tokens
-        in that cache; they are computed again if the cache has to be given up."""
+        """Queues a sequence, which joins as soon as there is room. If its request has a ``cache``, ``earlier`` are the
+        tokens in that cache, which are computed again if the cache has to be given up."""
         self._order += 1
         if request.alone is not None:
             self._waiting.append(ScheduledSequence(request, list(request.tokens), self._order))
@@ -117,15 +117,15 @@ class Scheduler:
                 self._batch.remove(here)
 
     def take_out(self, uid: int) -> tuple[list[Any], list[int]]:
-        """End a sequence and return its own caches with the prompt and answer tokens in them: all but the last, or
-        fewer where drafted tokens were taken back. A waiting sequence returns the cache that it came with."""
+        """Ends a sequence. Returns its caches, and the prompt and answer tokens in them: all but the last, or fewer if
+        drafted tokens were removed; of a waiting sequence, the cache that its request came with."""
         row = self._rows.get(uid)
         if row is None:
             row = next((row for row in self._waiting if row.request.uid == uid), None)
             self.remove([uid])
             return ([], []) if row is None or not row.cache else (row.cache, row.text[: row.held])
         if self._unseen is not None and (unseen := sum(token.uid == uid for token in self._unseen.tokens)):
-            # Its caches hold a token that the caller has not seen.
+            # The sequence's caches hold a token that the caller has not got.
             row.rewind(unseen)
             self.remove([uid])
             return [], []
@@ -139,11 +139,11 @@ class Scheduler:
         return row.cache or [], row.text[: row.held]
 
     def step(self) -> StepResult:
-        """Compute one more token of every sequence with at most one shared pass (with drafts, of every sequence that
-        has one), and part of the prompts that are not finished.
+        """Computes the next token of every sequence in at most one shared pass, and part of the unfinished prompts.
+        While drafted tokens of the last pass are left, returns these, of the sequences that have some.
 
-        A pass that fails ends all sequences in it; later ones can still be written. After an interrupt its sequences
-        wait and are computed again. Ranks that share a model must hold the same sequences and step together; there any
+        A pass that fails ends all sequences in it, but not the scheduler. After an interrupt, the pass's sequences wait
+        and are computed again. Ranks that share a model must have the same sequences and step together; there, any
         failure is raised and ends the run.
         """
         if self._unseen is not None:
@@ -155,7 +155,7 @@ class Scheduler:
                 self._make(step)
                 made = True
         except BaseException:
-            # A signal was handled after the result was complete; ended sequences are reported in any case.
+            # The next step returns a result that was complete before the interrupt, or that reports ended sequences.
             self._unseen = step if made or step.failed or step.full else None
             raise
         return step
@@ -170,7 +170,7 @@ class Scheduler:
             step.tokens = self._batch.step(alone, self._asked_step or self._session.plan.prefill_step)
             self._session.metrics.tokens += len(step.tokens)
             return
-        # New sequences join once the others have no verified tokens left of the last pass, and then share the next.
+        # New sequences join when no verified tokens of the last pass are left, and share the next pass.
         waits = self._batch is not None and self._batch.ready
         admitted = [] if waits else self._admit(self._room, step)
         self._grow(self._room, admitted, step)
@@ -205,8 +205,8 @@ class Scheduler:
                 self.remove([*self._batch.failed])
 
     def close(self, error: BaseException | None = None) -> None:
-        """End all sequences. The caches of a text that runs alone then hold the tokens that were handed out
-        (``OneText.end``). Safe to call twice; ``error`` is what broke the text off."""
+        """Ends all sequences. The caches of a text that runs alone then hold the tokens that the caller got
+        (``OneText.end``); ``error``: what ended that text early. Safe to call twice."""
         with self._session.exclusive:
             if self._room is None and isinstance(self._batch, SpeculativeDecoder):
                 self._batch.end(error)
@@ -215,7 +215,7 @@ class Scheduler:
             self._drop()
 
     def _admit(self, room: SequenceRoom, step: StepResult) -> list[ScheduledSequence]:
-        """Takes the waiting sequences that there is room for now."""
+        """Makes waiting sequences that there is room for running ones, and returns them."""
         while self._waiting:
             joining = self._next(room)
             asked = (*self._rows, None, *(row.request.uid for row in joining))
@@ -240,13 +240,13 @@ class Scheduler:
                     return []
                 except BudgetError as e:
                     refusal = e
-            # There is no room for it even by itself.
+            # There is no room for the first sequence even if it runs by itself.
             row = self._waiting.popleft()
             (step.full.append(row.request.uid) if row.answered else step.failed.append((row.request.uid, refusal)))
         return []
 
     def _next(self, room: SequenceRoom) -> list[ScheduledSequence]:
-        """The first of the waiting sequences that may share a pass with the running ones."""
+        """Returns the first waiting sequences, as many as may share a pass with the running ones."""
         found: list[ScheduledSequence] = []
         needs, prompts = [row.need for row in self._rows.values()], [0]
         for row in self._waiting:
@@ -258,8 +258,8 @@ class Scheduler:
         return found
 
     def _grow(self, room: SequenceRoom, joining: Sequence[ScheduledSequence], step: StepResult) -> None:
-        """Makes room for one more token of every sequence. Where there is none the newest waits again, or, if the plan
-        had promised room, the longest fails."""
+        """Makes room for one more token of every sequence. If there is none, the newest sequence waits again; or, if
+        the plan had room for all (``planned``), the longest fails."""
         while len(self._rows) > len(self._prefills) and not joining:
             try:
                 self._fit(room, list(self._rows.values()), [])
@@ -294,17 +294,17 @@ class Scheduler:
             clear_cache()
 
     def _fit(self, room: SequenceRoom, rows: Sequence[ScheduledSequence], joining: Sequence[ScheduledSequence]) -> None:
-        """Makes room for these sequences, including the prompts of the joining and of the partly computed ones, or
-        raises ``BudgetError``."""
+        """Makes room for these sequences and the prompts of the joining and the partly computed ones. Raises
+        ``BudgetError``."""
         begun = [self._rows[uid].new for uid in self._prefills]
         room.fit([row.length for row in rows], [row.new for row in joining], begun)
 
     def _run_pass(
         self, room: SequenceRoom, admitted: Sequence[ScheduledSequence], step: StepResult, *, waits: bool
     ) -> list[int]:
-        """Computes a token of each sequence whose prompt is finished, and part of the other prompts; returns the
-        sequences whose prompts were finished. ``waits``: some sequence still has verified tokens, so no prompt is
-        computed now."""
+        """Computes a token of each sequence whose prompt is finished, and part of the other prompts. Returns the uids
+        of the sequences whose prompts this finished. ``waits``: compute no prompts, since some sequence still has
+        verified tokens."""
         chunk, metrics = room.step, self._session.metrics
         if self._session.prefix is not None and self._asked_step is None and not self._planned:
             chunk = block_step(chunk)
@@ -345,26 +345,25 @@ class Scheduler:
         return joining
 
     def _decoder(self, *, together: bool) -> SpeculativeDecoder | BatchDecoder:
-        """Makes a decoder with the rows of shared caches (``together``), or one with separate caches for each
-        sequence."""
+        """Makes a decoder with a row of shared caches for each sequence (``together``), or with separate caches."""
         if together:
             return BatchDecoder(self._model, self._session)
         return SpeculativeDecoder(self._model, self._session, ends=self.ends, most=self._drafted)
 
     def _next_prompts(self, chunk: int, *, together: bool) -> tuple[list[int], Prefill | None]:
-        """The prompts to finish in this step, and one prompt to compute some chunks of."""
+        """Returns the prompts to finish in this step, and one prompt of which to compute some chunks."""
         going = len(self._rows) > len(self._prefills)
         if self._planned or not self._session.transport.alone or (together and not going):
             # Ranks compute one chunk each at the same time; and where no sequence waits for a token, whole prompts
             # share one reading of the weights.
             return self._prefills.next(chunk, math.inf)
-        # A chunk is planned no longer than the longest prompt so far; several short ones make up a long enough one.
+        # The planned chunk may be short because prompts were; several of these together make a chunk of good length.
         room = self._asked_step or max(chunk, ENOUGH_STEP)
         return self._prefills.next(chunk, room * self._prefills.chunks if together else room)
 
     def _taken_out(self, new: Collection[int]) -> list[ScheduledSequence]:
-        """Closes the current decoder, which is of the other kind, and returns its sequences with their caches, without
-        the ``new`` ones."""
+        """Closes the current decoder, to change to one of the other kind. Returns its sequences, with their caches;
+        ``new`` sequences are not in it yet."""
         batch, self._batch = self._batch, None
         if batch is None:
             return []

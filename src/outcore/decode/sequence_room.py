@@ -1,5 +1,5 @@
-"""Memory for sequences that come and go, on every rank that shares the model: the caches under way and a little more
-displace resident layers, which return when sequences have left."""
+"""Makes room in memory for sequences that come and go, on every rank that shares the model: their caches, and a little
+more, displace resident layers, which are taken back when sequences have left."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .speculative.acceptance import AcceptanceStats, Seconds
 
 
 class SequenceRoom:
-    """Memory of the sequences of one model; arguments as of ``Scheduler``.
+    """Makes room for the sequences of one model; arguments as in ``Scheduler``.
 
     Attributes:
-        drafted: tokens that several running sequences together may draft per pass; 0: several are not drafted.
-        apart: several sequences have separate caches: when they are drafted, and when padding all to the longest would
-            leave no room for others.
+        drafted: tokens that several running sequences together may draft per pass; 0: no drafts for several.
+        apart: several sequences have separate caches, either for drafts, or because padding all to the longest would
+            leave no room.
         records: there is room to store prompts in the prefix cache.
     """
 
@@ -46,8 +46,8 @@ class SequenceRoom:
         self._transport = session.transport
         self._transport.rest()
         self.drafted, self.apart, self.records = 0, False, True
-        self._captured = 0  # bytes of room for states of joining prompts
-        self._agreed_step: int | None = None  # the least of all ranks' chunks
+        self._captured = 0  # bytes reserved for states of joining prompts, to be stored
+        self._agreed_step: int | None = None  # the shortest chunk length of all ranks
 
     @property
     def step(self) -> int:
@@ -58,8 +58,8 @@ class SequenceRoom:
         """Makes room for sequences; all ranks that share the model call it at the same time.
 
         Args:
-            lengths: tokens of each so far.
-            joining: tokens to be computed of each that joins; ``begun``: of each whose prompt is partly computed.
+            lengths: tokens of each sequence so far.
+            joining: tokens to compute of each sequence that joins; ``begun``: of each with a partly computed prompt.
 
         Raises:
             BudgetError: there is no room within the budget, here or on another rank.
@@ -67,8 +67,8 @@ class SequenceRoom:
         self._agreed_step = self._transport.fit(self._fit_here, lengths, joining, begun)
 
     def may_share(self, needs: Sequence[int], prompts: Sequence[int], joining: int) -> bool:
-        """Whether sequences that need so many tokens each may run together; asked before room is made. ``prompts`` are
-        the prompt tokens of those that join; ``joining`` of them join before the last."""
+        """Whether sequences may run together, before room is made. ``needs``: the most tokens of each; ``prompts``:
+        prompt tokens of those that join; ``joining``: how many of these join before the last one."""
         size = self._session.size
         if not self._planned:
             return not joining or sum(prompts) <= JOINING
@@ -90,9 +90,9 @@ class SequenceRoom:
         if len(lengths) == 1:
             prompt = max(joining, default=1)
             if size.sequences > 1 or (joining and size is not self._base):
-                # Gives back the room of the sequences before it.
+                # Free the room of earlier sequences.
                 residency.release(self._base)
-            # Decoding ahead in memory keeps the states to go back to.
+            # A resident model decodes a token ahead and keeps the states from before, to drop that token.
             kept = self._base.states if session.streaming is None else 0
             # Ranks agree on room for drafted tokens before drafting: a rank without room would find out too late.
             ahead = 0 if self._transport.alone or session.drafting is None else MOST
@@ -121,8 +121,8 @@ class SequenceRoom:
         return context
 
     def _take(self, lengths: Sequence[int], joining: Sequence[int], drafted: int, *, apart: bool = False) -> int:
-        """Makes room for several sequences that together draft so many tokens; returns the tokens that the longest has
-        room for. ``apart``: in separate caches."""
+        """Makes room for several sequences that together draft ``drafted`` tokens; ``apart``: in separate caches.
+        Returns the tokens that the longest has room for."""
         session, size = self._session, self._session.size
         residency = session.residency
         longest, prompt = max(lengths) + 1 + drafted, max(joining, default=1)
@@ -153,7 +153,7 @@ class SequenceRoom:
         return context
 
     def _captured_bytes(self, prompts: Sequence[int]) -> int:
-        """Bytes of states that are captured of these prompts, for the prefix cache."""
+        """Returns the bytes of these prompts' states that are kept until the prefix cache stores them."""
         return sum(captured_bytes(self._session, tokens) for tokens in prompts)
 
     def _drafts_pay(self, texts: int) -> bool:
@@ -177,7 +177,7 @@ class SequenceRoom:
         return pays(chance=min(chance, 0.999), guess_s=guess)
 
     def _see_draft(self) -> bool:
-        """Whether the draft was given up to make room since the last call, which makes one sequence smaller."""
+        """Returns whether the draft was given up since the last call; subtracts its part from the base size then."""
         residency = self._session.residency
         if residency.layers.draft is self._draft:
             return False
@@ -185,8 +185,8 @@ class SequenceRoom:
         return True
 
     def check_alone(self, tokens: int, prompt: int) -> None:
-        """Raises ``BudgetError`` if a waiting text of so many tokens, ``prompt`` of them to be computed, does not fit
-        even by itself."""
+        """Raises ``BudgetError`` if a waiting text of ``tokens`` tokens, ``prompt`` of them still to compute, has no
+        room even by itself."""
         residency, budget = self._session.residency, self._session.plan.budget_bytes
         if not self._transport.alone or residency.holds(tokens + 1, prompt, self._base):
             return
@@ -196,7 +196,7 @@ class SequenceRoom:
         )
 
     def rest(self) -> None:
-        """Gives the room of sequences back when none is running; the next pass brings layers in."""
+        """Frees the sequences' room when none is running, so that the next pass can take layers back."""
         self._transport.rest()
         if self._planned:
             return
