@@ -108,7 +108,7 @@ def _calibration(found: Any) -> Calibration:
         ValueError: a value is missing, has the wrong type, or is out of range.
     """
     if not isinstance(found, dict) or _WANTED - found.keys():
-        raise ValueError("not all of a calibration")
+        raise ValueError("no calibration, or values are missing")
     # As JSON again: in strict mode pydantic accepts neither tuples nor integer keys from Python values.
     c = _CALIBRATION.validate_json(json.dumps(found), strict=True)
     c = replace(c, kinds={kind: times for kind, times in c.kinds.items() if times})
@@ -116,7 +116,7 @@ def _calibration(found: Any) -> Calibration:
     for times in c.kinds.values():
         numbers += [*times.keys(), *times.values()]
     if not all(_LEAST <= n <= _MOST for n in numbers) or c.io not in IO_MODES:
-        raise ValueError("a number that no machine has, or no way to read")
+        raise ValueError("a number out of range, or an unknown io mode")
     if not 1 <= (c.threads or 1) <= 256 or not 4096 <= (c.chunk or 4096) <= 1 << 30:
         raise ValueError("threads or chunk out of range")
     return c

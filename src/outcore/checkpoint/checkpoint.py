@@ -176,7 +176,7 @@ def header_bytes(path: Path) -> tuple[bytes, os.stat_result]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if len(raw) != length:
-        raise HeaderError(f"{path}: got {len(raw)} of {length} header bytes; the file shrank while it was read")
+        raise HeaderError(f"{path}: got {len(raw)} of {length} header bytes: the file was cut off meanwhile; {_AGAIN}")
     return raw, status
 
 
@@ -188,7 +188,7 @@ def _check_length(path: Path, prefix: bytes, length: int, size: int) -> None:
     if len(prefix) < 8:
         raise HeaderError(f"{path}: {size} bytes, too short for any safetensors file; {_AGAIN}")
     if length > INDEX_BYTES:
-        raise HeaderError(f"{path}: byte 0: claims a header of {length} bytes, more than {INDEX_BYTES}")
+        raise HeaderError(f"{path}: byte 0: claims a header of {length} bytes, more than {INDEX_BYTES}; {_AGAIN}")
     if length > size - 8:
         raise HeaderError(f"{path}: looks half-downloaded: {size} bytes, the header alone needs {8 + length}; {_AGAIN}")
 
@@ -204,7 +204,7 @@ def _parse_header(path: Path, raw: bytes, size: int) -> dict[str, TensorInfo]:
     if metadata is None:  # mx.save_safetensors writes null where it was given none
         metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise HeaderError(f"{path}: __metadata__ must map strings to strings")
+        raise HeaderError(f"{path}: __metadata__ must map strings to strings; {_AGAIN}")
     data = 8 + len(raw)
     tensors = {name: _parse_tensor(path, name, entry, data) for name, entry in header.items()}
     # The format allows neither holes nor overlaps, so the last tensor must end where the file ends.
@@ -220,7 +220,7 @@ def _parse_header(path: Path, raw: bytes, size: int) -> dict[str, TensorInfo]:
             f" ({format_size(end - size)} missing); {_AGAIN}"
         )
     if end < size:
-        raise HeaderError(f"{path}: {size} bytes where the header says {end}; the file cannot be trusted")
+        raise HeaderError(f"{path}: {size} bytes where the header says {end}: it cannot be trusted; {_AGAIN}")
     return tensors
 
 

@@ -144,7 +144,7 @@ def _own_code(folder: Path, config: dict[str, Any], trusted: bool) -> Path | Non
     if name is None:
         return None
     if not isinstance(name, str) or Path(name).name != name:
-        raise CheckpointError(f"{folder / CONFIG}: model_file {str(name)[:100]!r} is no plain file name")
+        raise CheckpointError(f"{folder / CONFIG}: model_file {str(name)[:100]!r} must be a file name without a folder")
     if not trusted:
         what = f"needs {name}, code of its own, to run; allow it with --trust-remote-code if you trust the model"
         raise UnsupportedModelError(f"{folder}: {what}")

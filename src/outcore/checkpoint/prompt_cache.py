@@ -70,7 +70,7 @@ def open_prompt_cache(path: Path, model: str | None) -> tuple[list[Any], dict[st
         what = "not a prompt cache that this mlx-lm can load: make it again with mlx_lm.cache_prompt"
         raise UsageError(f"{where}: {what} ({why})") from e
     if metadata.model is not None and model is not None and not _same(metadata.model, model):
-        raise UsageError(f"--prompt-cache-file: made with {metadata.model[:200]}, not with {model}")
+        raise UsageError(f"--prompt-cache-file: made with {metadata.model[:200]}, not with {model}; use that model")
     return cache, settings.model_dump(exclude_none=True), metadata.model
 
 
