@@ -4,21 +4,21 @@ An expression has:
 
     a.b[0].c             a path
     rows[mode=outcore,resident_units=0].s_per_token
-                         the one entry of a list that has these values; != excludes; null, true, false as in JSON
+                         the one entry of a list that has these values; null, true, false as in JSON
     disk[*].gbps         of all entries, as arguments of a function
-    a / b, a * 100, a + b, a - b, (a)
-    max(...) min(...) sum(...) median(...)
+    a / b, a * 100
+    max(...) min(...) sum(...)
     count(results[variant=tiny])   how many entries
 """
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 FORMAT = re.compile(r"[+,]?(?:\.\d+)?[fdegs%]")
 TOKEN = re.compile(
-    r"\s*(?:(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)|(?P<name>[A-Za-z_][\w-]*)|(?P<other>[-+*/(),.]|\[[^\]]*\]))"
+    r"\s*(?:(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)|(?P<name>[A-Za-z_][\w-]*)|(?P<other>[*/(),.]|\[[^\]]*\]))"
 )
 
 
@@ -26,24 +26,11 @@ class NumberError(Exception):
     """A title that cannot be read, or that its result does not answer."""
 
 
-def median(values: Sequence[float]) -> float:
-    """Not ``statistics.median``: that module imports the standard library's ``numbers``, whose name a file here has."""
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
-FUNCTIONS: dict[str, Callable[[list[Any]], Any]] = {
-    "max": max,
-    "min": min,
-    "sum": sum,
-    "median": median,
-    "count": len,
-}
+FUNCTIONS: dict[str, Callable[[list[Any]], Any]] = {"max": max, "min": min, "sum": sum, "count": len}
 
 
 class Expression:
-    """A recursive-descent reader that computes as it goes: sums of products of numbers, paths and functions."""
+    """A recursive-descent reader that computes as it goes: products of numbers, paths and functions."""
 
     def __init__(self, text: str, data: Any) -> None:
         self.text = text
@@ -60,7 +47,7 @@ class Expression:
 
     def value(self) -> Any:
         """What the whole expression comes to."""
-        result = self._sum()
+        result = self._product()
         if self.at < len(self.tokens):
             raise NumberError(f"{self.text!r}: {self.tokens[self.at][1]!r} is one too many")
         if isinstance(result, list):
@@ -80,14 +67,6 @@ class Expression:
         if self._next()[1] != wanted:
             raise NumberError(f"{self.text!r}: {wanted!r} is missing")
 
-    def _sum(self) -> Any:
-        result = self._product()
-        while self._peek() in ("+", "-"):
-            sign = self._next()[1]
-            other = _number(self._product())
-            result = _number(result) + (other if sign == "+" else -other)
-        return result
-
     def _product(self) -> Any:
         result = self._atom()
         while self._peek() in ("*", "/"):
@@ -102,10 +81,6 @@ class Expression:
         kind, token = self._next()
         if kind == "number":
             return float(token)
-        if token == "(":
-            inner = self._sum()
-            self._expect(")")
-            return inner
         if kind == "name" and self._peek() == "(":
             return self._function(token)
         if kind != "name":
@@ -118,7 +93,7 @@ class Expression:
         self._expect("(")
         values: list[Any] = []
         while True:
-            value = self._sum()
+            value = self._product()
             values += value if isinstance(value, list) else [value]
             if self._peek() != ",":
                 break
@@ -160,13 +135,10 @@ def _select(value: Any, selector: str) -> list[Any]:
             return [value[int(selector)]]
         except IndexError:
             raise NumberError(f"[{selector}]: the list has {len(value)} entries") from None
-    conditions = []
-    for part in selector.split(","):
-        match = re.fullmatch(r"\s*([\w.-]+?)\s*(!?=)\s*(.*?)\s*", part)
-        if match is None:
-            raise NumberError(f"[{selector}]: write an index, * or key=value")
-        conditions.append(match.groups())
-    return [v for v in value if all((_shown(v, key) == wanted) is (op == "=") for key, op, wanted in conditions)]
+    conditions = [re.fullmatch(r"\s*([\w.-]+?)\s*=\s*(.*?)\s*", part) for part in selector.split(",")]
+    if None in conditions:
+        raise NumberError(f"[{selector}]: write an index, * or key=value")
+    return [v for v in value if all(_shown(v, c[1]) == c[2] for c in conditions if c)]
 
 
 def _shown(entry: Any, path: str) -> str:

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 TABLES = "docs/tables.toml"
 RESULTS = "benchmarks/results"
-"""Where a file of ``[files]`` lies, from the repository's root; one with a slash in it is looked for from the root."""
+"""Where a file of ``[files]`` lies, from the repository's root."""
 
 FIELD = re.compile(r"\{(?P<file>[\w-]+):\s*(?P<title>[^{}]+)\}")
 TABLE = re.compile(r"[ \t]*<!-- table: (?P<name>[^>]*?) -->[ \t]*\n?")
@@ -87,12 +87,14 @@ class Definitions:
             raise NumberError(f"no table {name!r} in {TABLES}")
         table = self.tables[name]
         if "text" in table:
-            return _fenced(self._path(table["text"]).read_text(encoding="utf-8").strip("\n").splitlines())
+            lines = self._path(table["text"]).read_text(encoding="utf-8").strip("\n").splitlines()
+            return "".join(f"{line.rstrip()}\n" for line in ("```text", *lines, "```"))
         columns, align = table["columns"], table.get("align", "l" * len(table["columns"]))
         rows = [[self._filled(cell) for cell in row] for row in table["rows"]]
         if wrong := [row for row in rows if len(row) != len(columns)]:
             raise NumberError(f"{name}: {len(wrong[0])} cells under {len(columns)} columns: {wrong[0]}")
-        return _plain(columns, align, rows) if table.get("plain") else _markdown(columns, align, rows)
+        lines = [columns, ["---:" if a == "r" else "---" for a in align], *rows]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def unused(self) -> list[str]:
         """Names that no page asked for, and files that no text names."""
@@ -119,24 +121,6 @@ class Definitions:
         if len(found) != 1:
             raise NumberError(f"{name} cannot be read: {len(found)} files are {pattern}")
         return found[0]
-
-
-def _markdown(columns: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---:" if a == "r" else "---" for a in align], *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _plain(columns: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
-    lines = [
-        "  ".join(cell.rjust(w) if a == "r" else cell.ljust(w) for cell, w, a in zip(row, widths, align, strict=True))
-        for row in (columns, *rows)
-    ]
-    return _fenced(lines)
-
-
-def _fenced(lines: Sequence[str]) -> str:
-    return "".join(f"{line.rstrip()}\n" for line in ("```text", *lines, "```"))
 
 
 # ---- pages ------------------------------------------------------------------------------------------------------
@@ -260,9 +244,7 @@ def pages(root: Path) -> list[Path]:
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Check, or bring up to date; returns the exit status."""
     parser = argparse.ArgumentParser(description="Numbers in README.md and docs/*.md, held against committed results.")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="List what is stale (the default).")
-    what.add_argument("--write", action="store_true", help="Bring shown numbers and blocks up to date.")
+    parser.add_argument("--write", action="store_true", help="Bring shown numbers and blocks up to date.")
     parser.add_argument("pages", nargs="*", type=Path, help="Pages to look at. Default: README.md and docs/*.md.")
     args = parser.parse_args(argv)
     try:

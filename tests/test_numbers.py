@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,18 +15,10 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "dev" / "numbers.py"
 
 
-def _loaded(name: str, path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-_loaded("expressions", SCRIPT.with_name("expressions.py"))
-# Not by its own name, which is that of a module of the standard library.
-numbers = _loaded("document_numbers", SCRIPT)
+# Not imported by its own name, which is that of a module of the standard library.
+sys.path.append(str(SCRIPT.parent))
+numbers: Any = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+sys.path.remove(str(SCRIPT.parent))
 
 DATA = {
     "a": {"b-c": 1.534, "n": 123, "bytes": 4_154_757_739, "name": "it"},
@@ -61,20 +54,14 @@ lost = "{gone: a.n d}"
 empty = "{r: a.nothing d}"
 unknown = "{no: a.n d}"
 
+[tables.wrong]
+columns = ["model"]
+rows = [["a", "b"]]
+
 [tables.two]
 columns = ["model", "tok/s"]
 align = "lr"
 rows = [["{r: a.name s}, {r: a.n d}", "{r: rows[0].s.median .2f}"], ["plain", ""]]
-
-[tables.text]
-plain = true
-columns = ["model", "tok/s"]
-align = "lr"
-rows = [["{r: a.name s}", "{r: a.b-c .2f}"], ["a long name", "9"]]
-
-[tables.wrong]
-columns = ["model"]
-rows = [["a", "b"]]
 
 [tables.printed]
 text = "out.txt"
@@ -103,18 +90,13 @@ def lines(root: Path, text: str) -> list[str]:
         ("rows[mode=outcore,units=0].s.median .2f", "2.00"),
         ("rows[mode=outcore, bits=null].s.median .2f", "2.00"),
         ("rows[mode=mlx-lm].s.median .2f", "0.50"),
-        ("rows[mode!=outcore].units d", "0"),
         ("rows[s.median=1.0].units d", "8"),
         ("max(rows[*].s.median) .1f", "2.0"),
         ("min(rows[mode=outcore].s.median, a.n, 7) .1f", "1.0"),
         ("sum(list) / 2 .1f", "3.0"),
-        ("median(list) .0f", "2"),
         ("count(rows[ok=true]) d", "2"),
         ("count(rows[mode=none]) d", "0"),
         ("count(rows) d", "3"),
-        ("count(list) + count(rows[ok=true]) * 2 d", "7"),
-        ("(a.n + 7) / (3 - 1) .0f", "65"),
-        ("1 - rows[2].s.median / rows[0].s.median .0%", "75%"),
     ],
 )
 def test_titles_say_what_is_shown(title: str, shown: str) -> None:
@@ -176,9 +158,6 @@ def test_a_table_must_be_what_the_results_make_it(root: Path) -> None:
     assert lines(root, TWO + "\nMore.\n") == []
     for stale in (TWO.replace("2.00", "2.01"), TWO.replace("it, 123", "it"), TWO + "| a row | 1.5 |\n"):
         assert lines(root, "Title\n\n" + stale) == ["3: the block is not two of docs/tables.toml"]
-    text = "<!-- table: text -->\n```text\nmodel        tok/s\nit            1.53\na long name      9\n```\n"
-    assert lines(root, text) == []
-    assert len(lines(root, text.replace("1.53", "1.54"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -230,19 +209,19 @@ def test_a_block_must_be_the_text_of_its_file(root: Path) -> None:
 def test_write_brings_a_page_up_to_date(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = root / "README.md"
     definitions = root / numbers.TABLES
-    definitions.write_text(DEFINED.split("lost =")[0] + DEFINED[DEFINED.index("[tables.two]") :].split("[tables.wr")[0])
+    definitions.write_text(DEFINED.split("lost =")[0] + DEFINED[DEFINED.index("[tables.two]") :])
     definitions.write_text(definitions.read_text().replace('gone = "gone.json"\n', ""))
     page.write_text(
-        "A **<!-- n: n -->9<!-- /n -->**, <!-- n: b -->1<!-- /n -->.\n\n<!-- table: text -->\n```text\nold\n```\n\n"
+        "A **<!-- n: n -->9<!-- /n -->**, <!-- n: b -->1<!-- /n -->.\n\n<!-- table: printed -->\n```text\nold\n```\n\n"
         "<!-- table: two -->\n\nEnd.\n"
     )
     assert numbers.main([], root) == 1 and "README.md:1: 9 should be 123 GB" in capsys.readouterr().out
     assert "old" in page.read_text()
     assert numbers.main(["--write"], root) == 0
-    assert numbers.main(["--check"], root) == 0
+    assert numbers.main([], root) == 0
     assert page.read_text() == (
-        "A **<!-- n: n -->123 GB<!-- /n -->**, <!-- n: b -->1.53<!-- /n -->.\n\n<!-- table: text -->\n```text\n"
-        f"model        tok/s\nit            1.53\na long name      9\n```\n\n{TWO}\nEnd.\n"
+        "A **<!-- n: n -->123 GB<!-- /n -->**, <!-- n: b -->1.53<!-- /n -->.\n\n<!-- table: printed -->\n```text\n"
+        f"first line\n\n  second 1.5\n```\n\n{TWO}\nEnd.\n"
     )
     definitions.write_text(definitions.read_text().replace("[values]", '[values]\nmore = "{r: a.n d}"'))
     assert numbers.main([], root) == 1 and "more is shown nowhere" in capsys.readouterr().out

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,14 +16,6 @@ from outcore.cli.commands import commands
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^()\s]+)\)")
 PAGES = [p for pages in ("*.md", "docs/*.md", "dev/**/*.md", "tests/**/*.md") for p in sorted(ROOT.glob(pages))]
-
-
-def _setup() -> Any:
-    spec = importlib.util.spec_from_file_location("readme_for_index", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_readme_is_short() -> None:
@@ -59,7 +50,7 @@ def test_links_lead_to_what_is_there(page: Path) -> None:
 def test_links_on_the_package_index_have_an_address_or_are_words() -> None:
     text = "See [a](docs/a.md#b), [b](https://h/b) and [c](#d). ![p](p.png)\n\n    x = [y](z)\n\n```\n[y](z)\n```\n"
     code = text[text.index("\n\n    x") :]
-    index = _setup().for_index
+    index = runpy.run_path(str(ROOT / "setup.py"))["for_index"]
     assert index(text, "") == "See a, [b](https://h/b) and [c](#d). " + code
     assert index(text, "https://h/o/").startswith(
         "See [a](https://h/o/docs/a.md#b), [b](https://h/b) and [c](#d). ![p](https://h/o/p.png)"
@@ -68,7 +59,7 @@ def test_links_on_the_package_index_have_an_address_or_are_words() -> None:
 
 
 def test_the_package_carries_no_relative_link() -> None:
-    said = _setup().description()
+    said = runpy.run_path(str(ROOT / "setup.py"))["description"]()
     assert said.startswith("# Outcore") and not [link for link in LINK.findall(said) if not link.startswith("#")]
 
 
