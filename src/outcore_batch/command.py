@@ -1,4 +1,4 @@
-"""``outcore batch``: answers a file of requests in OpenAI's batch format; as many share a forward pass as have room."""
+"""``outcore batch``: answers a file of requests in OpenAI's batch format; as many as have room share a forward pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from outcore.text import counted, printable
 from . import files
 from .files import CHAT, NO_MEMORY, BatchRequest, Output, OutputElsewhere
 
-# Requests by ``uid``, with the reason why they cannot be answered.
+# (uid, error) of requests that cannot be answered.
 Refused = list[tuple[int, Exception]]
 
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     whole("--max-tokens", args.max_tokens)
     whole("--decode-concurrency", args.decode_concurrency)
     lines = list(files.read_lines(args.input))
-    # Only the first of the ranks that share a model needs the output file.
+    # If ranks share the model, only rank 0 writes the output file.
     agreement: Agreement = Agreement() if args.ranks is None else args.ranks.agreement
     made: Output | OutputElsewhere = OutputElsewhere(args.output)
     if agreement.chooses:
@@ -91,11 +91,11 @@ def run(args: argparse.Namespace) -> None:
 def read_requests(
     lines: Sequence[BatchRequest], tokenizer: TokenizerWrapper, max_tokens: int, longest: int | None, bar: ProgressBar
 ) -> tuple[list[Request], Refused]:
-    """The requests of lines that can be answered, with their places as uids, and the errors of the others.
+    """Returns the requests of lines that can be answered, with the lines' places as uids, and the others' errors.
 
     Args:
-        max_tokens: of an answer, where a line has none.
-        longest: tokens that the model has positions for; None: any number.
+        max_tokens: most tokens of an answer if its line does not give a number.
+        longest: number of tokens that the model has positions for; None: any number.
     """
     requests: list[Request] = []
     errors: Refused = []
@@ -114,21 +114,21 @@ def read_requests(
                         f"the prompt has {len(prompt)} tokens; this model's context is {longest}: shorten it",
                         "context_length_exceeded",
                     )
-                limit = min(limit, longest - len(prompt) + 1)  # the last token is never fed to the model
+                limit = min(limit, longest - len(prompt) + 1)  # the model never gets the last token
             requests.append(replace(request, tokens=prompt, max_tokens=limit))
-        except Exception as e:  # tokenizers and templates raise what they like
+        except Exception as e:  # tokenizers and templates may raise anything
             errors.append((n, e))
     return requests, errors
 
 
 def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: int) -> Request:
-    """The engine's request for a line.
+    """Returns the engine's request for a line.
 
     Args:
-        max_tokens: of its answer, where its body has none.
+        max_tokens: most tokens of the answer if the line's body does not give a number.
 
     Raises:
-        RequestError: its body is malformed, or asks for what a batch does not support.
+        RequestError: the body is malformed, or requests something that a batch does not support.
     """
     if not isinstance(line.body, dict):
         raise RequestError("body: not a JSON object")
@@ -157,10 +157,10 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
 def _load(
     folder: Path, requests: list[Request], args: argparse.Namespace, agreement: Agreement, bar: ProgressBar
 ) -> tuple[nn.Module, list[Request], Refused]:
-    """The model, with room for as many requests as answer all of them soonest, and the requests that fit.
+    """Returns the model, which computes as many requests at a time as is fastest, and the requests that fit.
 
     Raises:
-        BudgetError: none fits; names the smallest budget for the one that needs least.
+        BudgetError: none fits; names the smallest budget for the request that needs least.
     """
     options = loading_options(args)
 
@@ -180,10 +180,10 @@ def _load(
 def _fitting(
     alone: Preparation, requests: Sequence[Request], args: argparse.Namespace, agreement: Agreement
 ) -> tuple[list[Request], Refused]:
-    """The requests that all machines have room for one after the other, and the errors of the others.
+    """Returns the requests that all machines have room for one at a time, and the errors of the others.
 
     Args:
-        alone: the model prepared for next to nothing.
+        alone: the model, prepared with the smallest context.
 
     Raises:
         BudgetError: there is room for none of them.
@@ -193,7 +193,7 @@ def _fitting(
     @cache
     def smallest(context: int, prompt: int) -> int:
         return smallest_budget(
-            # Sequences that may share passes have their keys and values in memory.
+            # Sequences that may share passes keep their keys and values in memory.
             replace(alone.profile.size.at_context(context), prompt=prompt, kv_disk="off"),
             slots=args.slots,
             resident=args.resident,
@@ -205,7 +205,7 @@ def _fitting(
         work = _workload(kept, 1)
         return smallest(work.context, work.prompt)
 
-    # In order of need, so that the requests that fit are a prefix.
+    # Sorted by needed memory, so that the requests that fit come first.
     ordered = sorted(requests, key=lambda request: needed([request]))
     counts = range(1, len(ordered) + 1) if alone.refused is None else ()
     fits = bisect_left(counts, True, key=lambda count: needed(ordered[:count]) > budget)
@@ -273,7 +273,7 @@ def _answer(
 def _report(
     output: Output | OutputElsewhere, done: Progress, seconds: float, model: nn.Module | None
 ) -> dict[str, Any]:
-    """Prints the result: one line on standard output, the engine's part on standard error. Returns it for JSON."""
+    """Prints the result, the engine's part on standard error. Returns it for ``--json``."""
     completed = sum(output.done.values())
     failed = len(output.done) - completed
     speed = done.generation_tokens / seconds if done.generation_tokens else 0.0
@@ -288,5 +288,5 @@ def _report(
     total = f"{counted(done.generation_tokens, 'token')} in {seconds:.1f} s, {speed:.2f} tokens per second"
     shared = f"{each:.1f} tokens a pass, {counted(sequences, 'sequence')} at most"
     print_summary([f"Generation: {total}; {shared}"], model.outcore)
-    # Counts steps: a model that is all in memory has no passes of the engine.
+    # Counts the decoder's steps, because a model that is all in memory has no passes of the engine.
     return record | engine_record(model.outcore) | {"sequences": sequences, "sweeps": done.sweeps}

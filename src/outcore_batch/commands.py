@@ -1,4 +1,4 @@
-"""The command of this package, as ``outcore.cli.commands`` finds it. Light: no MLX."""
+"""The command ``batch``, as ``outcore.cli.commands`` finds it. Imports no MLX."""
 
 from __future__ import annotations
 

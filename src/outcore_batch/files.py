@@ -1,6 +1,6 @@
-"""Files of OpenAI's batch format: one request per line in, one answer per line out, so that a killed run can continue.
+"""Files of OpenAI's batch format: one request per line of the input, one answer per line of the output.
 
-A line of the output has the digest of the line that it answers, so continuing needs no other record.
+A line of the output has the digest of the line that it answers, so a killed run can continue from the output alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outcore.text import one_line, shortened
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 URLS = (CHAT, COMPLETION)
 
-# Codes of errors that are not the line's own fault: with more memory, or the next version, it may be answered.
+# Codes of errors that are not the line's fault. With more memory, or the next version, the line may be answered.
 NO_MEMORY, UNFORESEEN = "insufficient_memory", "internal_error"
 
 TRIED_AGAIN = {NO_MEMORY, UNFORESEEN}
@@ -40,10 +40,10 @@ class BatchRequest:
     """A line of the input.
 
     Attributes:
-        id: a digest of its text; of equal lines, the second one's ends in ``-2``.
-        number: its place in the file, from 1.
-        custom_id: its name, if any.
-        error: why it cannot be answered, if known.
+        id: a digest of the line's text; if two lines are equal, the second one's ends in ``-2``.
+        number: the line's number in the file, from 1.
+        custom_id: the request's name, if any.
+        error: why the request cannot be answered, if that is known already.
     """
 
     id: str
@@ -55,7 +55,7 @@ class BatchRequest:
 
 
 def read_lines(path: Path) -> Iterator[BatchRequest]:
-    """The lines of a batch's input, without blank ones.
+    """Yields the lines of a batch's input, without blank ones.
 
     Raises:
         UsageError: the file cannot be read.
@@ -124,7 +124,6 @@ def answered(line: BatchRequest, answer: RequestOutput, model: str) -> dict[str,
 
 
 def line_error(error: Exception) -> RequestError:
-    """Any error as that of the line that it came with."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, BudgetError | MemoryError):
@@ -140,32 +139,32 @@ def refused(line: BatchRequest, error: RequestError) -> dict[str, Any]:
 
 
 class Output:
-    """The answers' file. Existing content stays until ``begin``; only one process writes to it.
+    """The file of answers. Existing content stays until ``begin``. Only one process writes to it.
 
     Args:
-        resume: continue it; a last line that was cut off is dropped.
-        overwrite: replace it.
+        resume: continue an existing file; an incomplete last line is dropped.
+        overwrite: replace an existing file.
 
     Attributes:
-        done: ids of the lines that it answers, and whether each got an answer or an error. Lines with an error that is
-            tried again (``TRIED_AGAIN``) are not among them.
+        done: the ids of the lines that are answered, and whether with an answer (True) or an error. A line with an
+            error that is tried again (``TRIED_AGAIN``) is not included.
 
     Raises:
-        UsageError: the file exists already, is the input, cannot be written, or is no output of a batch with that
+        UsageError: the file exists already, is the input, cannot be written, or is not the output of a batch with that
             model.
     """
 
     def __init__(self, path: Path, source: Path, model: str, *, resume: bool = False, overwrite: bool = False) -> None:
         self.path = path
         self.done: dict[str, bool] = {}
-        self._lines = self._again = 0  # complete lines, and those of them that are tried again
+        self._lines = self._again = 0  # number of complete lines, and how many of them are tried again
         try:
-            # A link stays a link: its target is written and replaced.
+            # If the path is a link, it stays one: its target is written and replaced.
             self._real = path.resolve()
             self._new = not self._real.exists()
             if not self._new:
                 self._check(source, resume or overwrite)
-            # Unbuffered, so that closing does not write what a full disk refused before.
+            # Unbuffered, so that closing does not write again bytes that a full disk has refused.
             self._file = self._real.open("ab", buffering=0)
         except (OSError, RuntimeError) as e:
             raise UsageError(f"--output {path}: cannot be written: {getattr(e, 'strerror', None) or e}") from e
@@ -177,7 +176,7 @@ class Output:
             raise
 
     def _check(self, source: Path, wanted: bool) -> None:
-        """Refuse an existing file, unless it may be continued or replaced."""
+        """Raises UsageError for an existing file, unless it may be continued or replaced."""
         if self._real.samefile(source):
             raise UsageError(f"--output {self.path}: is the input; choose another file")
         if not self._real.is_file():
@@ -193,11 +192,11 @@ class Output:
         except OSError:
             # Some network file systems have no locks.
             return
-        if not taken:  # or the file was replaced before we had the lock
+        if not taken:  # another process has the lock, or has replaced the file
             raise UsageError(f"--output {self.path}: another outcore batch is writing to it")
 
     def _read(self, model: str) -> int:
-        """Reads the existing lines; returns the bytes up to the end of the last whole one."""
+        """Reads the existing lines. Returns the number of bytes up to the end of the last complete line."""
         end = 0
         with self.path.open("rb") as file:
             for number, raw in enumerate(file, 1):
@@ -222,7 +221,7 @@ class Output:
         return end
 
     def require(self, lines: set[str]) -> None:
-        """Refuse to continue with answers to other lines.
+        """Checks that all existing lines answer requests in ``lines``, the ids of the input.
 
         Raises:
             UsageError: the input has changed.
@@ -234,7 +233,7 @@ class Output:
             )
 
     def begin(self) -> None:
-        """Remove a last line that was cut off, and errors of lines that are tried again."""
+        """Removes an incomplete last line, and the errors of lines that are tried again."""
         try:
             if self._again and self._end:
                 self._leave_out()
@@ -246,7 +245,7 @@ class Output:
             raise self._failed(e) from e
 
     def _leave_out(self) -> None:
-        """Rewrite the file atomically without the lines that will be tried again."""
+        """Rewrites the file atomically without the lines that will be tried again."""
         partial = self._real.with_name(f".{self._real.name[:200]}.{os.getpid()}")
         file = partial.open("xb", buffering=0)
         try:
@@ -266,10 +265,10 @@ class Output:
         self._file, self._end, self._again = file, end, 0
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a line and wait until it is on disk.
+        """Appends a line and waits until it is on disk.
 
         Raises:
-            OutputError: there is no room for it; earlier lines stay.
+            OutputError: the line cannot be written; earlier lines stay.
         """
         line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
@@ -294,12 +293,12 @@ class Output:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._file.close()
         if self._new:
-            # The run failed before it began: leave no empty file.
+            # The run failed before ``begin``: leave no empty file.
             self._real.unlink(missing_ok=True)
 
 
 class OutputElsewhere:
-    """The output on ranks other than the first, which writes the file: nothing is written here."""
+    """The ``Output`` on ranks other than 0, which write no file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The flags of ``outcore batch``. Light: no MLX."""
+"""The flags of ``outcore batch``. Imports no MLX."""
 
 from __future__ import annotations
 

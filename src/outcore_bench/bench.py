@@ -1,6 +1,6 @@
 """``outcore bench``: measures a model in Outcore at each budget, in mlx-lm, and by naive streaming.
 
-Each row runs in a process of its own, between two measurements of the disk.
+Each row is measured in its own process, between two measurements of the disk.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def show(document: Document, console: Console) -> None:
 
 
 def rich_table(table: ReportTable, width: int) -> Table:
-    """Makes a terminal table of a report's table; text in brackets goes on a second line of its cell."""
+    """Makes a terminal table of a report's table. Text in brackets goes on the second line of its cell."""
     shown = Table(box=box.SIMPLE_HEAD, padding=0, width=min(width, WIDTH), show_edge=False)
     for i, column in enumerate(table.columns):
         head = column.replace("Efficiency", "Eff.").replace(" ", "\n")
@@ -120,7 +120,7 @@ def rich_table(table: ReportTable, width: int) -> Table:
     return shown
 
 
-# Called with the current row's label, the number of rows done, and of all rows.
+# Called with the label of the row that begins, the number of rows that are done, and the number of all rows.
 Progress = Callable[[str, int, int], None]
 
 DISK_ALONE = "the ceiling counts disk time only, as nothing was measured with everything resident"
@@ -134,7 +134,7 @@ def bench(
     progress: Progress = lambda *_: None,
     on_row: Callable[[Document], None] = lambda _: None,
 ) -> Document:
-    """Measures all rows; ``on_row`` is called after each, so that an interrupted run leaves its results."""
+    """Measures all rows. Calls ``on_row`` after each, so that an interrupted run leaves its results."""
     run, names = settings.run, ("context", "dtype", "prefill_step_size", "model_config", "trust_remote_code")
     prepared = prepare(folder, least=True, **{n: getattr(run, n) for n in names})
     jobs = make_jobs(
@@ -154,7 +154,7 @@ class Runner:
     ) -> None:
         self.files = weight_files(folder)
         self._resident_bytes = resident_budget(prepared.profile.size)
-        self._rate: float | None = None  # the disk's GB/s, if nothing ran since it was measured
+        self._rate: float | None = None  # the disk's GB/s; None once a row has run since the measurement
         self.document = Document(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             command=command,
@@ -196,7 +196,7 @@ class Runner:
 
 
 def compare(document: Document) -> None:
-    """Fills in what several rows are needed for: the ceilings, and whether tokens equal mlx-lm's."""
+    """Fills in the values for which several rows are needed: ceilings, and whether tokens equal mlx-lm's."""
     good = [row for row in document.rows if row.error is None]
     resident = {
         row.setting.batch: row.speed.s_per_token for row in good if row.mode == OUTCORE and row.setting.io == "none"
@@ -210,13 +210,13 @@ def compare(document: Document) -> None:
             continue
         measured = row.speed.s_per_token.median
         if reading.disk_gbps is not None:
-            # The bytes that had to be read: the engine's count, or all layers once for each sequence's next token. The
-            # system's count would include the kernel's useless readahead.
+            # Bytes that had to be read per token: counted by the engine, or else all layers once for a token of each
+            # sequence. The system's count would include pages that the kernel reads ahead in vain.
             nbytes = reading.engine_bytes_per_token
             nbytes = document.model.layer_bytes / batch if nbytes is None else nbytes
             ceiling.disk_s = nbytes / reading.disk_gbps / 1e9
             reading.disk_share = reading.read_gbps / reading.disk_gbps if reading.read_gbps is not None else None
-        # The fastest repeat: other load on the machine can only slow it down and must not change the ceiling.
+        # The fastest repeat, because other programs can only slow repeats down and must not change the ceiling.
         base = resident.get(batch)
         ceiling.compute_s = base.least if base is not None else None
         known = [s for s in (ceiling.disk_s, ceiling.compute_s) if s is not None]

@@ -18,7 +18,7 @@ WAYS = {
     OUTCORE: "Outcore at each budget",
 }
 
-# A matrix's ways of reading by default.
+# Values of --io that a matrix measures by default.
 IO = ("direct", "cached")
 
 # The number of budgets of a matrix by default.

@@ -34,15 +34,15 @@ from outcore.version import __version__
 from .document import Machine, Model
 
 THREADS = (4, 8)
-# Bytes per read, about one layer of a 4 GB model.
+# Bytes that are read into a slot at a time, about one layer of a 4 GB model.
 PIECE = 128 << 20
-# Shortest repeat in seconds; small files are read several times.
+# Least seconds of a repeat; small files are read several times in one.
 LEAST_S = 0.2
 
 
 @dataclass(frozen=True)
 class DiskRate:
-    """The median and all repeats by number of threads, in GB/s, and whether reads bypassed the page cache."""
+    """GB/s by number of threads, the medians and all repeats. ``direct``: whether reads bypassed the page cache."""
 
     gbps: dict[str, float]
     best_gbps: float
@@ -57,7 +57,7 @@ def disk_rate(
     piece: int = PIECE,
     most: int | None = None,
 ) -> DiskRate:
-    """Times parallel reads into two slots that bypass the page cache or, if they cannot, empty it first.
+    """Times parallel reads into two slots. Reads bypass the page cache or, if they cannot, it is emptied first.
 
     Args:
         most: read only so many bytes, taken evenly from all files.
@@ -75,7 +75,7 @@ def disk_rate(
     slots = [Slot(round_up(max(e.nbytes for e in pieces), BLOCK), device) for _ in range(2)]
     rates: dict[str, list[float]] = {}
     direct = True
-    # The numbers of threads take turns, so that drift affects all of them alike.
+    # Each repeat tries all numbers of threads, so that a drift of the disk affects all alike.
     for _ in range(repeats):
         for n in threads:
             reader = FileReader(files, threads=n)
@@ -104,7 +104,7 @@ def _pass(reader: FileReader, pieces: Sequence[Extent], slots: Sequence[Slot]) -
 
 
 def drop_page_cache(files: Iterable[Path]) -> None:
-    """Drops files from the page cache, except pages that are mapped."""
+    """Drops the files' pages from the page cache, except pages that are mapped."""
     calls = disk_calls.system()
     for path in files:
         fd = calls.open(path)
@@ -178,8 +178,8 @@ def _versions() -> dict[str, str]:
 
 
 def _git() -> tuple[str, int]:
-    """Returns this checkout's commit and number of changed files; an empty commit and 0 for an installed package."""
-    # A package that is installed below another project's checkout is not tracked there.
+    """Returns this checkout's commit and number of changed files; ``""`` and 0 if Outcore is an installed package."""
+    # Inside the checkout of another project git answers, too, but does not track this file.
     if not _run_git("ls-files", Path(__file__).name):
         return "", 0
     return _run_git("rev-parse", "HEAD"), len(_run_git("status", "--porcelain").splitlines())

@@ -1,6 +1,6 @@
-"""Results as JSON documents, one per run (schema: docs/bench.md).
+"""Results as JSON documents, one for each run (schema: docs/bench.md).
 
-Sizes are bytes, times seconds, rates GB/s of 1e9 bytes or tokens per second, shares fractions of 1. A number that was
+Sizes are bytes, times seconds, rates GB/s of 1e9 bytes or tokens per second, shares fractions of 1. A value that was
 not measured is None, never 0.
 """
 
@@ -23,7 +23,7 @@ from outcore.text import one_line
 
 SCHEMA = "outcore-bench/1"
 
-# The beginning of a note that the machine was busy, so that the row's numbers are not reliable.
+# How a row's note begins if other programs kept the machine busy, so that its numbers are not reliable.
 BUSY = "other programs used"
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Model:
-    """``nbytes`` counts all weights on disk, ``layer_bytes`` those of all layers."""
+    """The measured model. ``nbytes``: of all weights on disk; ``layer_bytes``: of all layers' weights."""
 
     name: str
     model_type: str
@@ -81,7 +81,7 @@ class RowSetting:
     Attributes:
         memory, threads: as the user gave them.
         cache: ``bypassed`` (direct reads) or ``cold`` (cached reads after emptying the page cache); older results may
-            say ``warm``.
+            have ``warm``.
     """
 
     memory: str | None = None
@@ -98,7 +98,7 @@ class RowSetting:
 
 @dataclass
 class Speed:
-    """``tokens_per_sweep``: generated tokens per forward pass; None if nothing is streamed."""
+    """A row's speed. ``tokens_per_sweep``: generated tokens per forward pass; None if nothing is streamed."""
 
     s_per_token: Stat | None = None
     decode_tps: Stat | None = None
@@ -111,13 +111,13 @@ class Speed:
 
 @dataclass
 class Reading:
-    """Reads during decoding.
+    """Reads while decoding.
 
     Attributes:
         engine_bytes_per_token: bytes read into slots per token.
         read_gbps: rate while a read was in flight.
-        disk_gbps: rate of plain parallel reads of the same files, mean of before and after.
-        stall_share: share of the time spent waiting for reads.
+        disk_gbps: rate of plain parallel reads of the same files: mean of one measurement before the row and one after.
+        stall_share: share of the time in which the row waited for reads.
         io_share: share of the time with a read in flight.
     """
 
@@ -131,7 +131,8 @@ class Reading:
 
 @dataclass
 class Ceiling:
-    """``ceiling_s`` is max(disk time, compute time) per token; ``efficiency`` divides it by the measured time."""
+    """Least seconds per token: ``ceiling_s`` is max(disk_s, compute_s); ``efficiency`` is ``ceiling_s`` / measured
+    time."""
 
     disk_s: float | None = None
     compute_s: float | None = None
@@ -151,11 +152,11 @@ class Use:
 
 @dataclass
 class BenchRow:
-    """One mode at one budget. In JSON, the fields of ``setting`` to ``use`` are the row's own.
+    """One mode at one budget. In JSON, the fields of ``setting`` to ``use`` are the row's own fields.
 
     Attributes:
         mode: ``mlx-lm`` (its own loop, everything resident), ``plain`` (naive streaming) or ``outcore``.
-        label: its name in tables, such as ``outcore, 50 % resident``.
+        label: the row's name in tables, such as ``outcore, 50 % resident``.
         command: in older results only.
         same_tokens: whether the tokens equal mlx-lm's in this document; None if mlx-lm did not run.
         error: why there are no numbers, such as ``killed for memory``.
@@ -239,7 +240,7 @@ def read_record(path: Path, of: Mapping[str, Callable[[dict[str, Any]], T]]) -> 
         of: by schema, the function that parses the JSON object.
 
     Raises:
-        DocumentError: no such file, not JSON, an unknown schema, or incomplete.
+        DocumentError: the file does not exist, is not JSON, has an unknown schema, or is incomplete.
     """
     try:
         raw = parse_json(read_small(path, INDEX_BYTES))
@@ -272,7 +273,7 @@ PERPLEXITY_SCHEMA = "outcore-perplexity/1"
 
 @dataclass(frozen=True)
 class PerplexityRow:
-    """One model's perplexity. ``bits`` None: not quantized; ``streamed_ppl``: with streamed weights."""
+    """One model's perplexity. ``bits``: None if not quantized. ``streamed_ppl``: measured with streamed weights."""
 
     model: str
     bits: int | None = None

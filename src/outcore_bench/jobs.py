@@ -1,4 +1,4 @@
-"""Turns the settings of ``outcore bench`` into jobs, one per row."""
+"""Turns the settings of ``outcore bench`` into jobs, one for each row, and runs a job in a child process."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _LEAST |= {"slots": 2, "threads": 1}
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How each row is measured; checks its values.
+    """How each row is measured. The constructor raises UsageError for invalid values.
 
     Attributes:
-        tokens: tokens to time in each repeat and sequence, after the first one.
+        tokens: how many tokens to time in each repeat and sequence, after the first one.
     """
 
     tokens: int = 16
@@ -66,7 +66,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """The flags of ``outcore bench``; checks their values.
+    """The flags of ``outcore bench``. The constructor raises UsageError for invalid values.
 
     Attributes:
         memory: sizes or ``auto``.
@@ -101,8 +101,8 @@ class BenchJob:
     """One row to measure, sent to a child process as JSON.
 
     Attributes:
-        vocabulary: the number of tokens to make prompts of.
-        context: tokens to plan for.
+        vocabulary: prompts consist of token ids below this number.
+        context: number of tokens to plan for.
     """
 
     mode: str
@@ -135,12 +135,12 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
 def make_jobs(
     settings: BenchSettings, folder: str, layers: int, *, fits: bool, vocabulary: int = 128, longest: int | None = None
 ) -> list[BenchJob]:
-    """Returns one job per row, those with everything resident first.
+    """Returns a job for each row, those with everything resident first.
 
     Args:
         layers: number of the model's layers.
-        fits: everything fits in memory. A row with everything resident is then always measured, as the ceilings of the
-            others need its compute time.
+        fits: whether everything fits in memory. If so, a row with everything resident is always measured, as the
+            ceilings of the others need its compute time.
         longest: the model's maximum context, if known.
     """
     jobs = []
@@ -149,7 +149,7 @@ def make_jobs(
         if batch > 1:  # each sequence's cache grows by 256 tokens at a time
             context = min(batch * -(-context // 256) * 256, longest or 2**31)
         for name in settings.modes or WAYS:
-            # Slots and threads mean nothing to the other modes.
+            # The other modes have no slots and no reader threads.
             run = settings.run if name == OUTCORE else replace(settings.run, slots=None, threads=None)
             job = BenchJob(name, folder, name, run, context, vocabulary, batch)
             jobs += _budgets(job, settings, layers, fits) if name == OUTCORE else [job]
@@ -193,8 +193,8 @@ def _layers(text: str, layers: int) -> tuple[int, str]:
 
 
 KILLED = "killed for memory"
-BUSY_PERCENT = 10  # of all cores, used by other programs right before a row
-DISK_BYTES = 2_000_000_000  # most bytes to read per repeat, as a large model takes long
+BUSY_PERCENT = 10  # if other programs use more of all cores right before a row, the row gets a note
+DISK_BYTES = 2_000_000_000  # most bytes of a repeat of the disk's measurement; a large model would take long
 PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -203,7 +203,7 @@ class ChildError(OutcoreError):
 
 
 def measure_row(job: BenchJob, files: Sequence[Path]) -> BenchRow:
-    """Measures a row after dropping ``files`` from the page cache. A job that fails gives a row with an ``error``."""
+    """Measures a row after dropping ``files`` from the page cache. Returns a row with an ``error`` if the job fails."""
     drop_page_cache(files)
     others = psutil.cpu_percent(interval=0.3)
     try:
@@ -242,7 +242,7 @@ def _child(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def names_only(text: str) -> str:
-    """Cuts absolute paths to their last parts, as results may be shared."""
+    """Cuts absolute paths in a text to their last parts, as results may be shared."""
     return re.sub(r"(?<![\w.:/])(?:/[^\s/:'\",]+)+/([^\s/:'\",]+)", r"\1", text)
 
 

@@ -1,6 +1,6 @@
 """``outcore matrix``: measures a model at every combination of budget, --io, slots and threads.
 
-The result is a document of ``outcore bench`` with the axes in ``settings["grid"]``.
+The result is a document of ``outcore bench`` that has the axes in ``settings["grid"]``.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def each_run(args: argparse.Namespace) -> RunSettings:
     return RunSettings(**{name: getattr(args, name) for name in names})
 
 
-# Seed for the order of the runs, which is shuffled so that the disk's drift does not look like an axis's effect.
+# Seed for shuffling the runs. Shuffled, a drift of the disk does not look like the effect of an axis.
 SEED = 20
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The axes; checks their values. ``memory`` None: choose budgets for the model."""
+    """The axes; the constructor raises UsageError for invalid values. ``memory`` None: choose budgets for the model."""
 
     memory: tuple[int, ...] | None = None
     io: tuple[str, ...] = IO
@@ -96,7 +96,7 @@ def run_matrix(
     command: str,
     progress: Progress = lambda *_: None,
 ) -> Document:
-    """Measures every point of a grid and writes ``output`` after each; a point that does not fit has an ``error``."""
+    """Measures every point of a grid and writes ``output`` after each. A point that does not fit has an ``error``."""
     names = ("context", "dtype", "cpu_streams")
     prepared = prepare(folder, least=True, prompt=settings.prompt_tokens, **{n: getattr(settings, n) for n in names})
     size = prepared.profile.size
@@ -113,7 +113,7 @@ def jobs_of(grid: Grid, resident: int, job: BenchJob) -> list[BenchJob]:
     """Returns a job for every point of a grid.
 
     Args:
-        resident: the budget from which everything is resident. Budgets from there on get one job, as nothing is read.
+        resident: the budget from which everything is resident. Such a budget gets only one job, as nothing is read.
         job: the settings that all jobs share.
     """
     jobs = []
@@ -135,7 +135,7 @@ def size_text(nbytes: int) -> str:
 
 
 def choose_budgets(size: ModelSize, slots: int, available: int) -> tuple[int, ...]:
-    """Returns budgets from the smallest plan to everything resident, or to ``available`` bytes, rounded to 3 digits."""
+    """Returns budgets from the smallest that works to everything resident, or to ``available`` bytes, with 3 digits."""
     least = smallest_budget(size, slots=slots)
     most = max(least, min(resident_budget(size), available))
     return tuple(sorted({_rounded(least + (most - least) * i // (BUDGETS - 1)) for i in range(BUDGETS)}))

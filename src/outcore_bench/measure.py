@@ -35,17 +35,17 @@ from .disk import drop_page_cache, weight_files
 from .document import BenchRow, Reading, RowSetting, Speed, Stat, Use
 from .jobs import BenchJob
 
-# ``RowSetting.cache`` by how weights are read; for ``cold``, the page cache is emptied before each token.
+# ``RowSetting.cache`` by how weights are read. ``cold``: the page cache is emptied before each token.
 CACHES = {"direct": "bypassed", "cached": "cold", "none": None}
 
 
 def prompt_ids(n: int, sequence: int = 0, vocabulary: int = 128) -> list[int]:
-    """Returns ``n`` token ids, the same each time, and different ones for each sequence of a batch."""
+    """Returns ``n`` token ids, always the same ones for the same sequence of a batch."""
     return [(5 + (7 * i + 11 * sequence) % 113) % vocabulary for i in range(n)]
 
 
 def measure(job: BenchJob, clock: Callable[[], float] = time.perf_counter) -> BenchRow:
-    """Measures a row; raises OutcoreError if the model cannot be loaded that way."""
+    """Measures a row. Raises OutcoreError if the job's mode cannot load the model."""
     files = weight_files(Path(job.folder))
     loop = LOOPS[job.mode](job)
     try:
@@ -54,7 +54,7 @@ def measure(job: BenchJob, clock: Callable[[], float] = time.perf_counter) -> Be
         for _ in range(job.run.warmup):
             _repeat(job, loop, 1, cold, clock)
         row = _row(job, loop, [_repeat(job, loop, job.run.tokens, cold, clock) for _ in range(job.run.repeats)])
-        # MLX's cache of freed memory counts, as in `outcore generate`.
+        # Includes MLX's cache of freed memory, as in `outcore generate`.
         row.use.peak_memory_bytes = int(mx.get_peak_memory()) + int(mx.get_cache_memory())
         row.use.peak_rss_bytes = peak_rss()
         if cold and loop.session is not None:
@@ -66,7 +66,7 @@ def measure(job: BenchJob, clock: Callable[[], float] = time.perf_counter) -> Be
 
 @dataclass(frozen=True)
 class _Repeat:
-    """The times and counters of one repeat; ``steps`` are the tokens of each step, the first one after prefill."""
+    """Times and counters of one repeat. ``steps``: the tokens of each step; the first step includes the prompt."""
 
     ttft_s: float
     decode_s: float
@@ -82,7 +82,7 @@ class _Repeat:
 
 
 def _repeat(job: BenchJob, loop: Loop, tokens: int, cold: Sequence[Path], clock: Callable[[], float]) -> _Repeat:
-    """Runs the loop once. Before each step, untimed, it drops the ``cold`` files from the page cache."""
+    """Runs the loop once. Before each step, it drops the ``cold`` files from the page cache, which is not timed."""
     prompts = [prompt_ids(job.run.prompt_tokens, i, job.vocabulary) for i in range(job.batch)]
     metrics = loop.session.metrics if loop.session is not None else Metrics()
     stepping = loop.steps(prompts, tokens + 1)
@@ -98,7 +98,7 @@ def _repeat(job: BenchJob, loop: Loop, tokens: int, cold: Sequence[Path], clock:
             metrics.reset()
     (nbytes, read_s), sweeps, stall_s = metrics.reading(), metrics.sweeps, metrics.stall_s
     stepping.close()
-    mx.synchronize(generation_stream)  # mlx-lm has begun the next token already
+    mx.synchronize(generation_stream)  # mlx-lm has already begun to compute the next token
     return _Repeat(seconds[0], sum(seconds[1:]), steps, sweeps, nbytes, read_s, stall_s)
 
 
@@ -158,14 +158,14 @@ def _add_reading(reading: Reading, speed: Speed, tokens: int, runs: Sequence[_Re
     reading.io_share = min(1.0, read_s / seconds)
 
 
-# Called with one prompt per sequence and the number of tokens to generate for each. Yields the tokens of each step: in
-# a batch one per sequence, for a single sequence all that the step gives.
+# Called with a prompt for each sequence and the number of tokens to generate for each. Yields the tokens of each step:
+# in a batch one of each sequence, for a single sequence all tokens of the step.
 Steps = Callable[[Sequence[Sequence[int]], int], Generator[list[int], None, None]]
 
 
 @dataclass
 class Loop:
-    """A loaded model and its token loop; ``io`` says how weights are read: ``direct``, ``cached`` or ``none``."""
+    """A loaded model and its token loop. ``io``: how weights are read: ``direct``, ``cached`` or ``none``."""
 
     model: Any
     steps: Steps
@@ -175,7 +175,7 @@ class Loop:
 
 
 def mlx_lm_steps(model: Any, prefill_step: int = PREFILL_STEP, one: Callable[..., Any] = resident_step) -> Steps:
-    """Returns greedy loops without an end token: ``one`` for one sequence, mlx-lm's ``BatchGenerator`` for several."""
+    """Returns a greedy loop without end tokens: ``one`` for one sequence, mlx-lm's ``BatchGenerator`` for several."""
 
     def steps(prompts: Sequence[Sequence[int]], tokens: int) -> Generator[list[int], None, None]:
         if len(prompts) == 1:
@@ -242,7 +242,7 @@ def _open_outcore(job: BenchJob) -> Loop:
     return Loop(model, mlx_lm_steps(model, session.plan.prefill_step, one), session.io, session, session.close)
 
 
-# By mode, the function that loads a job's model; it raises OutcoreError if the mode cannot.
+# By mode, the function that loads a job's model. It raises OutcoreError if it cannot load this model.
 LOOPS: dict[str, Callable[[BenchJob], Loop]] = {"mlx-lm": _open_mlx_lm, "plain": _open_plain, OUTCORE: _open_outcore}
 
 
@@ -250,11 +250,11 @@ class NaiveStreaming:
     """Loads a layer's weights each time the layer is called.
 
     Args:
-        dtype: compute in this dtype; None: the checkpoint's.
+        dtype: the dtype to compute in; None: the checkpoint's.
         options: ``model_config`` and ``trust_remote_code``, as in ``mlx_lm.load``.
 
     Attributes:
-        model: a model for mlx-lm's functions. 1-D parameters and everything outside the layers stay in memory.
+        model: a model for mlx-lm's functions. 1-D parameters and all weights outside of layers stay in memory.
 
     Raises:
         UnsupportedModelError: mlx-lm changes layers' parameters on loading, so they cannot be loaded one by one.
@@ -296,7 +296,7 @@ def _loading(layer: Layer, places: Sequence[TensorInfo]) -> Callable[..., Any]:
         put(layer.parameters, weights)
         try:
             out = original(*args, **kwargs)
-            # Evaluates the caches as well: the output does not depend on a recurrent state.
+            # Evaluates the caches (in the arguments), too: the output does not depend on a new recurrent state.
             mx.eval(arrays_in(out, args, kwargs))
         finally:
             put(layer.parameters, nothing)

@@ -1,7 +1,7 @@
-"""``outcore perplexity``: a model's perplexity, with the flags, data and figures of ``mlx_lm.perplexity``.
+"""``outcore perplexity``: a model's perplexity, with the flags, data and numbers of ``mlx_lm.perplexity``.
 
-``mlx_lm.perplexity.eval_ppl`` computes each batch in one forward pass without caches, and keeps the logits of all its
-tokens. The plan reserves memory for those; the figure equals the resident model's to the last digit.
+``mlx_lm.perplexity.eval_ppl`` computes each batch in one forward pass without caches, and keeps the logits of all
+tokens. The plan reserves memory for these. The perplexity equals the resident model's to the last digit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     mx.random.seed(args.seed)
     folder = model_folder(args)
     tokenizer = load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code})
-    # mlx-lm prints its progress.
+    # mlx-lm prints its progress on standard output.
     with redirect_stdout(sys.stderr):
         data = read_data(tokenizer, args.data_path, args.num_samples, args.sequence_length)
     samples, length = data.shape
@@ -104,7 +104,7 @@ def _print(found: dict[str, Any]) -> None:
 def _document(
     args: argparse.Namespace, found: dict[str, Any], folder: Path, config: dict[str, Any], session: Session
 ) -> dict[str, Any]:
-    """Returns the perplexities as ``outcore report`` reads them; speeds and peaks are left to ``outcore bench``."""
+    """Returns the perplexity as ``outcore report`` reads it, without speeds and peaks."""
     quantization, streams = config.get("quantization"), session.plan.streams
     row = PerplexityRow(
         model=model_name(args.model),
@@ -134,7 +134,7 @@ def default_text() -> str:
 def read_data(tokenizer: Any, data_path: str | None, num_samples: int, sequence_length: int) -> mx.array:
     """Returns token ids of shape (samples, sequence_length), int32.
 
-    A text is cut into sequences in its order, and the rest dropped. mlx-lm shuffles the documents of a data set.
+    A text is cut into successive sequences, and the rest is dropped. A data set's documents are shuffled by mlx-lm.
 
     Args:
         data_path: a text file, a data set of the Hub (through mlx-lm's ``load_data``), or None for ``default_text``.
@@ -145,7 +145,7 @@ def read_data(tokenizer: Any, data_path: str | None, num_samples: int, sequence_
     if num_samples == 0 or num_samples < -1:
         raise UsageError(f"--num-samples {num_samples}: give at least 1, or -1 for all")
     path = Path(data_path or "")
-    # A path that cannot be a name on the Hub is a file.
+    # A path that does not look like a name on the Hub is taken for a file.
     if data_path is not None and not path.is_file() and _HUB_NAME.fullmatch(data_path) and path.suffix not in _ENDINGS:
         return _hub_data(tokenizer, data_path, num_samples, sequence_length)
     try:
@@ -158,7 +158,7 @@ def read_data(tokenizer: Any, data_path: str | None, num_samples: int, sequence_
 
 
 def cut(tokenizer: Any, text: str, num_samples: int, sequence_length: int, name: str) -> mx.array:
-    """Cuts a text into sequences; ``name`` is for the error about a text that is too short."""
+    """Cuts a text into sequences. ``name``: the text's name in the error if it is too short for one."""
     ids = tokenizer.encode(text, verbose=False)  # no warning that the text is longer than the context
     samples = len(ids) // sequence_length
     if samples == 0:
@@ -176,11 +176,11 @@ def _hub_data(tokenizer: Any, name: str, num_samples: int, sequence_length: int)
     except ImportError as e:
         why = "no such file; for a data set of the Hub, run pip install datasets"
         raise UsageError(f"--data-path {name}: {why}") from e
-    except IndexError as e:  # mlx-lm reads past the last document, with -1 always
+    except IndexError as e:  # mlx-lm read past the last document; with -1 it always does
         wanted = f"{num_samples} sequences" if num_samples > 0 else "all its sequences"
         why = f"too few tokens for {wanted} of {sequence_length}; give a smaller --num-samples"
         raise UsageError(f"--data-path {name}: {why}") from e
-    except Exception as e:  # whatever the datasets package and its backends raise
+    except Exception as e:  # the datasets package and its backends may raise anything
         raise UsageError(f"--data-path {name}: cannot load the data set: {one_line(e)}") from e
 
 

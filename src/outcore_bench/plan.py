@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     args.result.record = {"device": where.name}
     if args.model is not None:
         folder, options = resolve_model(args.model, args.revision), loading_options(args)
-        # No budget, as one for the device may be too large for this machine.
+        # Without the budget: one for that device may be too large for this machine.
         prepared = prepare(folder, **(options | {"memory": None}), least=True)
         calibration = where.calibration()
         best = prepared.planning.at(given_budget(args.memory, of=where.usable_bytes), calibration).plan
@@ -60,7 +60,7 @@ def _show(where: Device, rows: Sequence[PublishedRow]) -> None:
     out.print(f"A process may use {format_size(where.usable_bytes)} there ({where.usable_source}).")
 
 
-# The share of a device's memory that a process may use, and the source.
+# By kind of device: the fraction of its memory that a process may use, and where that comes from.
 #
 # Working sets: llama.cpp's logs, 21845 MB of 32 GB (issue 1870), 73728 of 96 (3213). Phones: killed at half of 8 GB
 # (cardona/SwiftMistralCoreML issue 15); 3.12 of 6 GB to start with (a-ghorbani/pocketpal-ai pull request 651). The
@@ -84,7 +84,7 @@ class PublishedRow:
         tps: tokens per second by device.
         memory_mb: memory in units of 1e6 bytes. ``whole_mb``: the same with everything resident.
         label: the row's remark in the table.
-        swaps: devices that swapped.
+        swaps: names of the devices that swapped.
     """
 
     table: int
@@ -130,9 +130,9 @@ class Device:
         return USABLE[self.name.split("-")[0]][1]
 
     def calibration(self) -> Calibration:
-        """Estimates a calibration: the paper's SSD rate, and the memory bandwidth of its fully resident models.
+        """Estimates a calibration: the paper's SSD rate, and the memory bandwidth that its resident models show.
 
-        Everything else is assumed as for any machine that was not measured.
+        All other values are assumed, as for any machine that was not measured.
         """
         rows = [r for r in published_rows() if r.table in WHOLE and r.memory_mb and self.name in r.tps]
         seconds = sum(1 / r.tps[self.name] for r in rows)

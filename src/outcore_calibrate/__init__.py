@@ -1,1 +1,1 @@
-"""Measures what this machine does: its disk, its device, and how long a model's layers take."""
+"""Measures this machine: its disk, its device, and how long a model's layers take."""

@@ -1,4 +1,4 @@
-"""``outcore calibrate``: measures this machine in seconds, and stores the result per machine and disk."""
+"""Measures this machine in seconds, and stores the result for each machine and disk."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from outcore.plan.machine_profile import Calibration
 from .disk_rate import ENOUGH_BYTES, Bench, UnreadRanges, best_setting, disk_of, own_files, scratch_file
 from .layer_times import Progress, decode_gbps, product_gbps, rig, sync_seconds, times_of
 
-# Receives a line for the user: what could not be measured, and why.
+# Called with a line for the user that says what could not be measured, and why.
 Note = Callable[[str], None]
 
-# As in ``Calibration``.
+# Seconds of a pass by kind of layer and number of tokens, as in ``Calibration``.
 Kinds = dict[str, dict[int, float]]
 
 
@@ -38,12 +38,12 @@ def calibrated(
     """Returns the calibration of this machine, the disk of ``folder`` and the model; measures what is missing.
 
     Args:
-        profile: of a model that is opened and not loaded; left unchanged. None: measures only the disk.
-        folder: of the model, or on the disk to measure; only read.
-        cpu_streams: streams that linear layers are split over on the CPU device; 1 on a GPU.
+        profile: of a model that is opened and not loaded; left unchanged. None: measure only the disk.
+        folder: the model's folder, or a folder on the disk to measure; only read.
+        cpu_streams: number of streams over which linear layers are split on the CPU; 1 on a GPU.
 
     Returns:
-        The calibration, stored for next time, and what was measured now: ``disk``, ``layers``.
+        The calibration, which is also stored, and what was measured now: ``disk``, ``layers``.
 
     Raises:
         CalibrationError: there is no model, and no scratch file can be written on that disk.
@@ -81,7 +81,7 @@ def calibrated(
 def measure_kinds(
     profile: ModelProfile, cpu_streams: int, *, progress: Progress = lambda *_: None, note: Note = lambda _: None
 ) -> Kinds:
-    """Returns seconds of a pass by kind of layer and number of tokens; empty, with a note, if the model cannot run."""
+    """Returns seconds of a pass by kind of layer and number of tokens; empty, after a note, if the model cannot run."""
     try:
         with rig(profile, cpu_streams) as made:
             return times_of(made, sync_seconds(), progress=progress)
@@ -95,7 +95,7 @@ def measure_kinds(
 
 @contextlib.contextmanager
 def _ranges(profile: ModelProfile | None, folder: Path, progress: Progress) -> Iterator[UnreadRanges]:
-    """Yields ranges to read: the model's files, or a scratch file where they are too small."""
+    """Yields ranges of files to read: of the model's files or, if these are too small, of a scratch file."""
     files = tuple(profile.lazy.checkpoint.files) if profile is not None else ()
     if sum(f.stat().st_size for f in files) >= ENOUGH_BYTES and not disk_calls.system().cache_first:
         yield own_files(files)

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> Preparation | None:
-    """Opens the model; its plan does not matter."""
+    """Opens the model, if one is given; its plan does not matter."""
     if args.model is None:
         if args.revision is not None or args.dtype is not None:
             raise UsageError("--revision and --dtype need a model; give --model NAME")

@@ -1,4 +1,4 @@
-"""The command that this package brings, as ``outcore.cli.commands`` finds it. Light: no MLX."""
+"""The command ``calibrate``, as ``outcore.cli.commands`` finds it. Imports no MLX."""
 
 from __future__ import annotations
 

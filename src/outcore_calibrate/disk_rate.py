@@ -1,7 +1,7 @@
-"""Disk rate of the reader, by requests in flight, direct and through the page cache, on ranges that nothing read yet.
+"""Measures how fast the reader reads a disk, by requests in flight, direct or cached, from ranges not read before.
 
-Where a model's files are too small, an unnamed scratch file is written in the cache folder. If that is on another disk,
-the disk is not measured.
+If a model's files are too small, an unnamed scratch file is written in the cache folder. If that folder is on another
+disk, the disk is not measured.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from outcore.sizes import BLOCK, format_size, round_up
 
 MIB = 1 << 20
 
-# Requests in flight to try, in addition to the default and ``DiskCalls.lanes``.
+# Numbers of requests in flight to try, in addition to the default and ``DiskCalls.lanes``.
 IN_FLIGHT = (1, 2, 8, 16)
 
-# Bytes read into a slot at once: a layer of a model of 2 to 4 GB.
+# Bytes read into a slot at a time, about one layer of a model of 2 to 4 GB.
 PIECE = 64 * MIB
 
-# Most and fewest bytes of one measurement, and measurements that the files must suffice for.
+# Most and fewest bytes of one measurement, and how many measurements the files must suffice for.
 MOST, LEAST, MEASUREMENTS = 256 * MIB, MIB, 20
 
-# Factor for measurements with much in flight: they read twice what is in flight, or their end would count too much.
+# A measurement reads twice the bytes in flight, or its end would count too much, but at most so many times the usual.
 LARGEST = 6
 
-# Seconds of one measurement, and of the final one.
+# Most seconds of one measurement, and of the final one.
 POINT_S, RATE_S = 0.4, 1.5
 
 # Seconds between two checks of a pending read.
 LOOK_S = 0.05
 
-# How many times faster cached reads, which push out other programs' pages, or a non-default setting must be to be
-# chosen; less is chance.
+# Cached reads, which push out other programs' pages, and settings other than the default are chosen only if they are
+# faster by this factor; less may be chance.
 GAIN = 1.1
 
 Progress = Callable[[str, int, int], None]
@@ -60,7 +60,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class ReadSetting:
-    """Requests of ``chunk`` bytes, ``threads`` at a time, direct or through the page cache."""
+    """A way to read: requests of ``chunk`` bytes, ``threads`` at a time, direct or through the page cache."""
 
     chunk: int = CHUNK
     threads: int = THREADS
@@ -72,13 +72,13 @@ class ReadSetting:
 
 
 class Bench:
-    """Measures read settings on ranges that were not read before."""
+    """Measures read settings on ranges of files that were not read before."""
 
     def __init__(self, unread: UnreadRanges, clock: Callable[[], float] = time.perf_counter) -> None:
         self.unread, self.clock = unread, clock
         with contextlib.closing(FileReader(unread.files, threads=1)) as reader:
             self.small = ReadSetting(MIB, 1, reader.direct)
-        # The default first, since a slow disk leaves no time for all.
+        # The default first, because on a slow disk not all are measured.
         tried = [ReadSetting(threads=n) for n in (THREADS, *IN_FLIGHT, *disk_calls.system().lanes)]
         tried = [*(tried if self.small.direct else []), ReadSetting(direct=False), self.small]
         self.nbytes = max(LEAST, min(MOST, unread.nbytes // MEASUREMENTS))
@@ -88,13 +88,14 @@ class Bench:
         self.slots = [Slot(round_up(self.piece, BLOCK), device_kind()) for _ in range(4)]
 
     def gbps(self, setting: ReadSetting, nbytes: int, most_s: float) -> float:
-        """Returns GB/s over ``nbytes`` unread bytes, or what is read in ``most_s`` seconds; 0 if none are left."""
+        """Returns GB/s of ``nbytes`` unread bytes, or of as many as are read in ``most_s`` seconds; 0 if none are
+        left."""
         pieces = self.unread.take(max(nbytes, 2 * setting.in_flight), self.piece)
         extents = [e for piece in pieces for e in piece]
         forget(extents)
         with contextlib.closing(self._reader(setting)) as reader:
             began = self.clock()
-            # Threads start reads in order, so a slot is overwritten only after its earlier read.
+            # Threads begin reads in order, so a slot's earlier read has ended before it is overwritten.
             reads = [
                 reader.submit("calibration", piece, self.slots[i % len(self.slots)].payload)
                 for i, piece in enumerate(pieces)
@@ -137,13 +138,13 @@ class Bench:
 
 
 def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Calibration:
-    """Measures every setting once, then the rate of the best.
+    """Measures every setting once, then the rate of the best one for longer.
 
-    Skips settings with more in flight than the disk, by the rates so far, reads in ``POINT_S``.
+    Skips a setting with more bytes in flight than the disk, by the rates measured before, reads in ``POINT_S`` seconds.
     """
     what, rates, latency = "measuring the disk", dict[ReadSetting, float](), bench.latency()
     known = bench.gbps(bench.small, MIB, POINT_S)
-    # Retries settings skipped at first, in case the disk turned out faster with more in flight.
+    # The second round measures settings that the first one skipped, if the disk has turned out to be faster.
     for setting in [*bench.settings, *bench.settings]:
         progress(what, len(rates), len(bench.settings))
         if setting not in rates and (setting == bench.small or setting.in_flight <= known * 1e9 * POINT_S):
@@ -166,16 +167,16 @@ def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Calibrat
 
 
 def choose(rates: dict[ReadSetting, float]) -> ReadSetting:
-    """Returns the fastest setting, preferring direct reads and the default unless another is clearly faster."""
+    """Returns the fastest setting. Prefers direct reads and the default unless another is faster by ``GAIN``."""
     fastest = max(rates, key=lambda s: rates[s] / (1 if s.direct else GAIN))
     default = ReadSetting(direct=fastest.direct)
     return default if rates.get(default, 0.0) * GAIN >= rates[fastest] else fastest
 
 
-# Bytes of a model's files that suffice, of a scratch file, and of the smallest scratch file.
+# Bytes of a model's files from which no scratch file is needed, and of a scratch file: usual and smallest.
 ENOUGH_BYTES, SCRATCH_BYTES, LEAST_SCRATCH = 1_500_000_000, 2_000_000_000, 512_000_000
 
-# Most seconds of writing a scratch file, and bytes between two waits for the disk.
+# Most seconds of writing a scratch file, and bytes after which ``fsync`` waits for the disk.
 WRITE_S, SYNC_BYTES = 12.0, 128 << 20
 
 # Most bytes of one range.
@@ -188,7 +189,7 @@ Piece = tuple[Extent, ...]
 
 
 class UnreadRanges:
-    """Hands out ranges of files, each once."""
+    """Ranges of files, of which each is taken only once."""
 
     def __init__(self, extents: Iterable[Extent]) -> None:
         self._left = deque(extents)
@@ -196,7 +197,7 @@ class UnreadRanges:
         self.nbytes = sum(e.nbytes for e in self._left)
 
     def take(self, nbytes: int, piece: int) -> list[Piece]:
-        """Returns the next ``nbytes``, or what is left, as pieces that fit slots of ``piece`` bytes."""
+        """Takes the next ``nbytes`` bytes, or all that are left, as pieces that fit into slots of ``piece`` bytes."""
         pieces: list[Piece] = []
         while nbytes > 0 and self._left:
             e = self._left.popleft()
@@ -212,7 +213,7 @@ class UnreadRanges:
 
 
 def own_files(files: Iterable[Path]) -> UnreadRanges:
-    """Returns all ranges, from a random start."""
+    """Returns all ranges of the files, beginning at a random one."""
     sizes = {f: f.stat().st_size for f in sorted(set(files))}
     whole = [
         Extent(f, at, min(STEP, size - at), 0, in_place=True)
@@ -225,12 +226,12 @@ def own_files(files: Iterable[Path]) -> UnreadRanges:
 
 @contextlib.contextmanager
 def scratch_file(folder: Path, disk: int | None = None, nbytes: int | None = None) -> Iterator[Path]:
-    """Yields the path of an unnamed file of random bytes, on the disk and not in the page cache.
+    """Yields the path of an unnamed file of random bytes that are on the disk and not in the page cache.
 
     Args:
         folder: created if missing.
-        disk: file system that the folder must be on (``st_dev``); None: any.
-        nbytes: size; None: ``SCRATCH_BYTES``. Smaller where the disk has less than twice that free.
+        disk: file system (``st_dev``) on which the folder must be; None: any.
+        nbytes: size; None: ``SCRATCH_BYTES``. Smaller if the disk has less than twice that free.
 
     Raises:
         CalibrationError: the folder is on another disk or cannot be written, or the disk is too full.
@@ -270,7 +271,7 @@ def disk_of(path: Path) -> int:
 
 def _write_random(number: int, nbytes: int, clock: Callable[[], float] = time.perf_counter) -> None:
     """Writes ``nbytes`` random bytes, or as many as fit into ``WRITE_S`` seconds."""
-    # Blocks differ, in case the disk stores equal ones once; only the first is drawn, since drawing is slow.
+    # Blocks differ, in case the disk stores equal ones once. Only the first one is drawn at random, which is slow.
     block = np.frombuffer(os.urandom(16 << 20), dtype=np.uint64).copy()
     calls = disk_calls.system()
     calls.around_cache(number)

@@ -1,7 +1,7 @@
-"""Times a model's layers in memory: its own forward pass on random weights.
+"""Times a model's layers in memory: runs the model's own forward pass on random weights.
 
-Layers of a kind share random weights, and tables lose most rows, so any architecture fits into memory for one layer of
-each kind. The model is left unchanged. Also: speed of the device without a model.
+Layers of a kind share random weights, and tables keep only some rows, so any model fits if memory has room for one
+layer of each kind. Afterwards the model is as before. Also measures the device without a model.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from outcore.plan.machine_profile import TOKENS
 from outcore.sizes import format_size
 from outcore_packs.codings import EXPONENTS, SplitDecoder
 
-# Timings of each kind of layer for a number of tokens, where there is time.
+# How often each kind of layer is timed for each number of tokens, if there is time.
 SAMPLES = 6
 
-# Seconds after which no larger number of tokens is begun; and seconds of compiling a number's GPU kernels (24 to 62 s
-# on an H200) after which it is not measured.
+# Seconds after which no larger number of tokens is begun. If compiling the GPU kernels for a number takes longer than
+# COMPILE_S seconds (24 to 62 s on an H200), that number and larger ones are not measured.
 COMPUTE_S, COMPILE_S = 12.0, 20.0
 
-# Random numbers drawn for a weight; larger weights repeat them.
+# How many random numbers are drawn for a weight; a larger weight repeats them.
 BLOCK = 1 << 20
 
 Progress = Callable[[str, int, int], None]
-# Seconds of single calls, by kind of layer.
+# Seconds of each call, by kind of layer.
 Seconds = dict[str, list[float]]
 
 
 class _Enough(Exception):
-    """Ends a forward pass once enough layers were timed."""
+    """Raised in a layer's call to end the forward pass, once enough layers were timed."""
 
 
 @dataclass
 class TimedPass:
-    """Seconds of each layer, before the first layer, and of the whole pass."""
+    """Seconds of a pass: of each layer's call, before the first layer (``prelude``), and of the whole pass."""
 
     layers: Seconds = field(default_factory=lambda: defaultdict(list))
     prelude: float = 0.0
@@ -65,13 +65,13 @@ class TimedPass:
 def times_of(
     made: Rig, sync_s: float, *, budget_s: float = COMPUTE_S, progress: Progress = lambda *_: None
 ) -> dict[str, dict[int, float]]:
-    """Returns seconds of one pass, by kind of layer (and the rest of the model) and number of tokens.
+    """Returns seconds of one pass, by kind of layer (and for the rest of the model) and number of tokens.
 
-    Layers are evaluated one by one.
+    Each layer is evaluated by itself.
 
     Args:
-        sync_s: of waiting for one layer, which is subtracted.
-        budget_s: most seconds, without compiling; numbers of tokens that do not fit are left out.
+        sync_s: seconds of waiting for the device, which are subtracted from each layer's time.
+        budget_s: most seconds, without compiling; numbers of tokens that would take longer are left out.
     """
     size, clock = made.profile.size, made.clock
     kinds = {layer.kind for layer in size.layers}
@@ -112,7 +112,7 @@ class Rig:
     """A model that runs on random weights. Made by ``rig``.
 
     Attributes:
-        rows: upper bound of token ids.
+        rows: token ids are below this number.
     """
 
     def __init__(self, profile: ModelProfile, clock: Callable[[], float]) -> None:
@@ -120,14 +120,14 @@ class Rig:
         self.model = profile.lazy.model
         self.clock = clock
         self.rows = min((t.places[0].shape[0] for t in profile.tables if t.looked_up), default=_vocabulary(profile))
-        # By table: its product function, input width and dtype, and the ratio of its rows to those kept here.
+        # By table: the function of its product, input width and dtype, and all its rows divided by the rows kept here.
         self._products: dict[int, tuple[Callable[..., Any], int, mx.Dtype, float]] = {}
         self._pass: TimedPass | None = None
         self._enough: Callable[[Seconds], bool] = lambda _: False
         self._began = 0.0
 
     def watched(self, n: int, enough: Callable[[Seconds], bool] = lambda _: False) -> TimedPass:
-        """Runs a pass over ``n`` tokens and times each layer by itself, until ``enough`` says so."""
+        """Runs a pass of ``n`` tokens and times each layer by itself; ends it early once ``enough`` returns True."""
         seen = self._pass = TimedPass()
         self._enough = enough
         cache, ids = make_prompt_cache(self.model), self._tokens(n)
@@ -141,7 +141,7 @@ class Rig:
         return seen
 
     def head(self, n: int) -> float:
-        """Returns seconds of all products with tables for ``n`` tokens, scaled to all their rows."""
+        """Returns the seconds of all tables' products for ``n`` tokens, extrapolated to all rows."""
         whole = 0.0
         for call, width, dtype, scale in self._products.values():
             x = mx.random.normal((1, n, width), key=mx.random.key(0)).astype(dtype)
@@ -150,7 +150,7 @@ class Rig:
         return whole
 
     def _tokens(self, n: int) -> mx.array:
-        """Returns ``n`` token ids, distinct where the vocabulary allows: int32 (1, n)."""
+        """Returns ``n`` token ids, different if the vocabulary is large enough: int32 (1, n)."""
         ids = (mx.arange(n, dtype=mx.int32) * 7 % self.rows)[None]
         mx.eval(ids)
         return ids
@@ -177,7 +177,7 @@ class Rig:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             self._products[table] = original, args[0].shape[-1], args[0].dtype, all_rows / rows
             out = original(*args, **kwargs)
-            # Some models write to the logits of certain tokens.
+            # All logits must exist, because some models assign to those of certain tokens.
             return out if rows == all_rows else mx.pad(out, [(0, 0)] * (out.ndim - 1) + [(0, all_rows - rows)])
 
         return call
@@ -185,10 +185,10 @@ class Rig:
 
 @contextlib.contextmanager
 def rig(profile: ModelProfile, cpu_streams: int, clock: Callable[[], float] = time.perf_counter) -> Iterator[Rig]:
-    """Gives a lazily opened model random weights for the block, then restores it.
+    """Gives a lazily opened model random weights inside the context, then restores the model.
 
     Args:
-        cpu_streams: streams that linear layers are split over on the CPU device.
+        cpu_streams: number of streams over which linear layers are split on the CPU.
 
     Raises:
         CalibrationError: no layers were found, or one of each kind does not fit into memory.
@@ -204,7 +204,7 @@ def rig(profile: ModelProfile, cpu_streams: int, clock: Callable[[], float] = ti
         if on_cpu():
             split_rows(model, cpu_streams)
         _furnish(made)
-        # Wired as in a real run.
+        # Memory is wired as in a real run.
         stack.callback(limits.hold(made, Needs(wired=mx.get_active_memory())))
         yield made
 
@@ -227,8 +227,8 @@ def _furnish(made: Rig) -> None:
     needed += sum(n * t.row_bytes for n, t in zip(rows, found.tables, strict=True))
     if needed > (free := max(0, last_resort())):
         raise CalibrationError(
-            f"one layer of each kind takes {format_size(needed)}, of which only {format_size(free)} are free, so no "
-            "layers were measured"
+            f"no layers were measured: one layer of each kind takes {format_size(needed)}, and only "
+            f"{format_size(free)} are free"
         )
     replaced: set[tuple[int, str]] = set()
     weights: dict[tuple[str, int], dict[str, mx.array]] = {}
@@ -254,7 +254,7 @@ def _furnish(made: Rig) -> None:
 
 
 def _cut(made: Rig, number: int, table: Table, rows: int) -> None:
-    """Gives a table random weights for some of its rows, and records products with it."""
+    """Gives a table random weights for ``rows`` of its rows, and records the products with it."""
     module, parameters = table.layer.module, table.layer.parameters
     all_rows = table.places[0].shape[0]
     shapes = [(rows, *p.array.shape[1:]) for p in parameters]
@@ -269,7 +269,7 @@ def _cut(made: Rig, number: int, table: Table, rows: int) -> None:
 
 
 def _rows(table: Table) -> int:
-    """Returns enough rows of a table to measure it: more than caches hold."""
+    """Returns how many rows of a table are enough to measure it: more bytes than the processor's caches hold."""
     rows = table.places[0].shape[0]
     fewer = PAST_CACHES // max(1, table.row_bytes) // SLICE_STEP * SLICE_STEP
     return rows if fewer >= rows // 2 else max(SLICE_STEP, fewer)
@@ -282,15 +282,15 @@ def _vocabulary(profile: ModelProfile) -> int:
 
 
 def _noise(p: Parameter, shape: Sequence[int], cast: mx.Dtype | None) -> mx.array:
-    """Returns an evaluated random array for a parameter, in its own or its cast dtype, at which no layer saturates."""
+    """Returns an evaluated random array for a parameter, in its dtype or ``cast``, with which no layer saturates."""
     dtype, size, key = p.array.dtype if cast is None else cast, prod(shape), mx.random.key(0)
     if p.key == "scales" and not mx.issubdtype(dtype, mx.floating):
-        # Exponents of mxfp4 and mxfp8 (2**-7), and 8-bit floats of nvfp4 (1/4).
+        # For mxfp4 and mxfp8 an exponent (2**-7), for nvfp4 an 8-bit float (1/4).
         array = mx.full(shape, 40 if getattr(p.module, "mode", "") == "nvfp4" else 120, dtype=dtype)
     else:
         if mx.issubdtype(dtype, mx.floating):
             block = mx.random.normal((min(size, BLOCK),), scale=0.02, key=key)
-            # A quantized weight is up to 255 times its scale.
+            # Smaller, as a quantized weight is up to 255 times its scale.
             block = mx.abs(block) * 0.05 if p.key == "scales" else block
         else:
             block = mx.random.randint(0, 2**31 - 1, (min(size, BLOCK),), mx.uint32, key=key)
@@ -299,16 +299,16 @@ def _noise(p: Parameter, shape: Sequence[int], cast: mx.Dtype | None) -> mx.arra
     return array
 
 
-# Bytes of weights between two uses of the same one, so that weights come from memory as in a real run: more than one
-# core's last-level cache (32 MiB here).
+# Bytes of other weights that are used between two uses of a weight, so that it comes from memory as in a real run:
+# more than a processor's last-level cache (32 MiB here).
 PAST_CACHES = 128 << 20
 
-# Matrices used in turn, together past the caches; uses of each; and repeats of a single product.
+# How many matrices are used in turn (together larger than the caches), how often each, and repeats of one product.
 PARTS, ROUNDS, REPEATS = 8, 3, 5
 
 
 def seconds_of(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter, repeats: int = REPEATS) -> float:
-    """Returns the median seconds until the result of ``run`` is computed."""
+    """Returns the median seconds of computing the result of ``run``."""
     times = []
     for _ in range(repeats):
         begin = clock()
@@ -318,14 +318,14 @@ def seconds_of(run: Callable[[], Any], clock: Callable[[], float] = time.perf_co
 
 
 def sync_seconds() -> float:
-    """Returns the median seconds of submitting a tiny graph and waiting for it."""
+    """Returns the median seconds of handing a tiny graph to the device and waiting for it."""
     x = mx.zeros((8,))
     mx.eval(x)
     return seconds_of(lambda: (x + 1) * 2, repeats=200)
 
 
 def _gbps(shape: tuple[int, ...], dtype: mx.Dtype, use: Callable[[mx.array], mx.array], made: int) -> float:
-    """Returns GB/s at which ``made`` bytes are computed from each of several matrices, used in turn."""
+    """Returns the GB/s at which ``use`` computes ``made`` bytes from a matrix; several matrices are used in turn."""
     matrices = [mx.full(shape, 1, dtype=dtype) for _ in range(PARTS)]
     mx.eval(matrices, use(matrices[0]))  # the first use compiles it
     times = [seconds_of(lambda m=m: use(m), repeats=1) for _ in range(ROUNDS) for m in matrices]  # type: ignore[misc]
@@ -333,14 +333,14 @@ def _gbps(shape: tuple[int, ...], dtype: mx.Dtype, use: Callable[[mx.array], mx.
 
 
 def product_gbps() -> float:
-    """Returns GB/s of float32 weights in a product of one token, for machines without a measured model."""
+    """Returns the GB/s of float32 weights in the product of one token, for machines on which no model was measured."""
     x = mx.ones((1, 4096), dtype=mx.float32)
     nbytes = PAST_CACHES // PARTS
     return _gbps((nbytes // 4096 // 4, 4096), mx.float32, lambda w: x @ w.T, nbytes)
 
 
 def decode_gbps() -> float:
-    """Returns GB/s of bfloat16 weights decoded from signs, mantissas and coded exponents."""
+    """Returns the GB/s of bfloat16 weights that are decoded from a ``compact`` copy's form."""
     nbytes = PAST_CACHES // PARTS
     shape = nbytes // 2 // 4096, 4096
     decoder = SplitDecoder.of(shape, np.zeros(EXPONENTS // 4 + shape[0] + 1, np.uint32))

@@ -1,1 +1,1 @@
-"""``outcore report``: ``sections`` builds the content, ``page`` and ``markdown`` write it."""
+"""``outcore report``: ``sections`` builds the content, ``page`` writes it as HTML and Markdown."""

@@ -1,4 +1,4 @@
-"""``outcore report``: writes an HTML page, without scripts or external files, and Markdown from result files."""
+"""``outcore report``: makes an HTML page (without scripts or external files) and Markdown from result files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the sections of a report; those without data are left out."""
+"""Builds the sections of a report; a section without data is left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..document import BenchRow, Document, Inputs, Stat
 from . import tables
 from .tables import ReportTable, by_budget, ceiling, document_name, number, place, sentences, size, speed, streams
 
-# Names of modes in charts. Each has its own colour; other modes share one.
+# Names of modes in charts. Each has a colour; modes that are not listed share another.
 _MODES = {"outcore": "Outcore", "plain": "naive streaming", "mlx-lm": "mlx-lm, all in memory"}
 
 
@@ -24,7 +24,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report. ``verdict`` are sentences before the table, ``notes`` are about single rows."""
+    """A part of a report. ``verdict``: sentences before the table; ``notes``: remarks about single rows."""
 
     name: str
     title: str
@@ -60,7 +60,7 @@ def _best(documents: Sequence[Document]) -> list[Document]:
 
 
 def _chart(document: Document, heading: str) -> Chart | None:
-    """Draws speed over peak memory, a curve per mode and Outcore's ceiling; None if there is only one memory size."""
+    """Draws speed over peak memory: a curve for each mode, and Outcore's ceiling. None if all rows have one size."""
     points: dict[str, list[tuple[float, Stat]]] = {}
     ceilings = []
     for row in document.rows:
@@ -117,7 +117,7 @@ def _checks(inputs: Inputs) -> list[str]:
 
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 460, 300, 44, 36
-# Grid lines and labels per axis, besides 0.
+# Grid lines and labels of each axis, not counting 0.
 STEPS = 4
 
 

@@ -1,4 +1,4 @@
-"""Makes text tables of documents, for the page, Markdown and the terminal."""
+"""Makes tables of text from result documents, for the page, Markdown and the terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUSY_LEGEND = " *: other programs used the machine right before; do not quote th
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table. ``kind`` is ``group`` (a heading), ``error`` (label and error) or empty."""
+    """A row of a table. ``kind``: ``group`` (a heading), ``error`` (its cells are a label and an error) or empty."""
 
     cells: tuple[str, ...]
     kind: str = ""
@@ -30,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table; ``text`` names the columns of text besides the first. The others hold numbers."""
+    """A table. ``text``: which columns have text, besides the first; all others have numbers."""
 
     columns: tuple[str, ...]
     lines: tuple[Line, ...]
@@ -50,7 +50,7 @@ class ReportTable:
 
 
 def number(value: float | None) -> str:
-    """Formats three significant digits without an exponent: 1234, 68.3, 1.70, 0.0312."""
+    """Formats a number with three significant digits, without an exponent: 1234, 68.3, 1.70, 0.0312."""
     if value is None:
         return NOTHING
     if value == 0:
@@ -201,12 +201,12 @@ def perplexity_table(perplexities: Sequence[Perplexities]) -> ReportTable | None
     return ReportTable(columns, tuple(lines), text=("Weights in",)).without_empty_columns() if lines else None
 
 
-# Rows whose times per token differ by no more than this share count as equally fast.
+# Rows count as equally fast if their times per token differ by at most this fraction.
 TIE = 0.02
 
 
 def start(rows: Sequence[BenchRow]) -> BenchRow | None:
-    """Returns, of the rows within ``TIE`` of the fastest, that with the least memory, then fewest threads and slots."""
+    """Returns, of the rows within ``TIE`` of the fastest, the one with the least memory, then threads, then slots."""
     measured = [r for r in rows if r.error is None and r.speed.s_per_token is not None]
     limit = (1 + TIE) * min(map(_seconds, measured), default=0.0)
     fast = [r for r in measured if _seconds(r) <= limit]
