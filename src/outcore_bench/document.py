@@ -142,7 +142,7 @@ class Ceiling:
 
 @dataclass
 class Use:
-    """Memory, planned (``parts``: weights, slots, cache, activations, allocator) and measured."""
+    """Memory in bytes: planned (``parts``: weights, slots, cache, activations, allocator) and measured."""
 
     parts: dict[str, int] | None = None
     planned_peak_bytes: int | None = None

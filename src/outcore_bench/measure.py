@@ -40,7 +40,7 @@ CACHES = {"direct": "bypassed", "cached": "cold", "none": None}
 
 
 def prompt_ids(n: int, sequence: int = 0, vocabulary: int = 128) -> list[int]:
-    """Returns ``n`` token ids, always the same ones for the same sequence of a batch."""
+    """Returns ``n`` token ids, the same ones in each repeat, different ones for each sequence of a batch."""
     return [(5 + (7 * i + 11 * sequence) % 113) % vocabulary for i in range(n)]
 
 

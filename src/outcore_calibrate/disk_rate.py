@@ -42,7 +42,7 @@ PIECE = 64 * MIB
 # Most and fewest bytes of one measurement, and how many measurements the files must suffice for.
 MOST, LEAST, MEASUREMENTS = 256 * MIB, MIB, 20
 
-# A measurement reads twice the bytes in flight, or its end would count too much, but at most so many times the usual.
+# A measurement reads at least twice the bytes in flight, or its end would count too much; at most LARGEST x the usual.
 LARGEST = 6
 
 # Most seconds of one measurement, and of the final one.
@@ -140,7 +140,7 @@ class Bench:
 def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Calibration:
     """Measures every setting once, then the rate of the best one for longer.
 
-    Skips a setting with more bytes in flight than the disk, by the rates measured before, reads in ``POINT_S`` seconds.
+    Skips a setting with more bytes in flight than the disk reads in ``POINT_S`` seconds at the best rate so far.
     """
     what, rates, latency = "measuring the disk", dict[ReadSetting, float](), bench.latency()
     known = bench.gbps(bench.small, MIB, POINT_S)

@@ -84,7 +84,7 @@ def shared_pass_s(
 
 
 def fair_shares(total: int, ranks: Sequence[RankMeans]) -> list[float]:
-    """Returns the fraction of ``total`` bytes for each rank with which all disks finish at the same time."""
+    """Returns, for each rank, the fraction of ``total`` bytes with which all disks finish at the same time."""
     rate = sum(r.rate for r in ranks)
     memory = sum(r.memory for r in ranks)
     if rate <= 0 or memory >= total:
@@ -96,8 +96,8 @@ def fair_shares(total: int, ranks: Sequence[RankMeans]) -> list[float]:
 
 
 def in_blocks(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Sequence[float]) -> list[int]:
-    """Returns the rank of each layer if each rank gets consecutive layers. A group goes to the rank that has the byte
-    in the group's middle."""
+    """Returns the rank of each layer if each rank gets consecutive layers. A group goes to the rank in whose share the
+    middle of the group's bytes lies."""
     owners = [0] * len(nbytes)
     total, done = sum(nbytes), 0.0
     ends = [sum(shares[: n + 1]) for n in range(len(shares))]

@@ -27,7 +27,7 @@ STEP, REST, END = "step", "rest", "end"
 
 
 class RankLeader:
-    """Rank 0's scheduler: the ``Scheduler`` calls, with each step sent to the other ranks, too."""
+    """Rank 0's scheduler: as ``Scheduler``, and sends each step to the other ranks."""
 
     def __init__(self, sequences: Scheduler, agreement: RankAgreement) -> None:
         self._sequences, self._agreement = sequences, agreement
@@ -60,7 +60,7 @@ class RankLeader:
         """Computes one more token of every sequence, on all ranks. An exception ends the run."""
         self._tell(STEP)
         step = self._sequences.step()
-        # Errors of samplers, which only rank 0 has: the other ranks must be sent that these sequences end.
+        # Only rank 0 has samplers, so the other ranks must learn which sequences failed.
         self._leaving += [uid for uid, _ in step.failed]
         return step
 

@@ -81,9 +81,9 @@ class RankRoom(RankAgreement):
             refusal = e
         context, step = self.leasts([context, self._running.plan.prefill_step])
         if len(lengths) == 1 and self.forecast is not None:
-            step = min(step, self.forecast.step)  # so that its chunks follow each other over ranks
+            step = min(step, self.forecast.step)  # so that ranks compute its chunks in parallel
         if not context:
-            # Other ranks have made room for this text, so the next call must ask them again.
+            # Other ranks may have made room for this text, so the next call must ask them again.
             self._agreed = None
             raise refusal
         self._agreed, self._agreed_step = (len(lengths), context), step

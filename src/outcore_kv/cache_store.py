@@ -273,7 +273,7 @@ KEPT = ("keys", "values")
 
 
 class Offloaded:
-    """Base class of a cache while its keys and values are on disk, before mlx-lm's. Trimming only changes its offset.
+    """First base class of a cache while its keys and values are on disk. Trimming only changes the cache's offset.
 
     Reading keys or values loads them for the caller only. Assigning to them, or adding tokens outside of a streamed
     layer, brings them back into memory for good.

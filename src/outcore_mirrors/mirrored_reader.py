@@ -106,7 +106,7 @@ class Replicas:
                 self.lose(n, str(e))
 
     def lose(self, n: int, why: str) -> None:
-        """Stop reading from a folder, unless it is the last one left."""
+        """Stops reading from a folder, unless it is the last one left."""
         replica = self.all[n]
         with self._lock:
             left = [str(r.folder) for r in self.all if r.lost is None and r is not replica]
@@ -148,7 +148,7 @@ class FolderPace:
             self._nbytes, self._seconds = self._nbytes / 2, self._seconds / 2
 
     def done_in(self, nbytes: int) -> float:
-        """Returns the seconds until ``nbytes`` more are read. Rate unknown: 0 up to ``LEARN`` parts, then infinity."""
+        """Returns the seconds until ``nbytes`` more are read. Unknown rate: 0 up to ``LEARN`` parts, else infinity."""
         if not self.rate:
             return 0.0 if self.parts < LEARN else math.inf
         return (self.waiting + nbytes) / self.rate

@@ -79,8 +79,8 @@ def joined(high_words: mx.array, low_words: mx.array, bits: int, high: int) -> m
 
 @cache
 def _joined(bits: int, high: int, fused: bool) -> Join:
-    """Makes the function ``joined`` calls: on a CPU one that MLX fuses (4 bit, 2 of them high, one core: 3.7 GB/s of
-    words; unfused 0.1), on a GPU a kernel."""
+    """Makes the function that ``joined`` calls: on a CPU one that MLX fuses (4 bit, 2 of them high, one core: 3.7 GB/s
+    of words; unfused 0.1), on a GPU a kernel."""
     low, wide = bits - high, _wide(bits)
 
     def join(highs: mx.array, lows: mx.array) -> mx.array:

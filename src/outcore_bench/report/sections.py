@@ -60,7 +60,7 @@ def _best(documents: Sequence[Document]) -> list[Document]:
 
 
 def _chart(document: Document, heading: str) -> Chart | None:
-    """Draws speed over peak memory: a curve for each mode, and Outcore's ceiling. None if all rows have one size."""
+    """Draws speed over peak memory: a curve for each mode, and Outcore's ceiling. None if all rows have one peak."""
     points: dict[str, list[tuple[float, Stat]]] = {}
     ceilings = []
     for row in document.rows:

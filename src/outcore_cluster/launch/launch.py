@@ -119,8 +119,8 @@ async def _run(
 
 
 def _own_streams(as_json: bool, stack: contextlib.ExitStack) -> list[int]:
-    """Returns copies of this process's standard streams for a rank 0 on this machine. With JSON its standard output is
-    not a copy but the guard's, so that the launcher reads it."""
+    """Returns copies of this process's standard streams, for rank 0 if it runs on this machine. With JSON, standard
+    output is the guard's instead, so that this process can read it."""
     found = []
     for fd in (0, 2) if as_json else (0, 1, 2):
         try:
@@ -221,7 +221,7 @@ def _hear_interrupts(ranks: RankProcesses, by_terminal: bool) -> None:
 
 
 def _named(rank: Rank, ranks: RankProcesses) -> Rank:
-    """Returns the rank that the last line of a failed rank's output names, else the failed rank."""
+    """If the last line of a failed rank's output names another rank, returns that rank, else the failed one."""
     said = next(iter(list(rank.lines)[-1:]), "")
     return next((each for each in ranks.ranks if each is not rank and f" {each.who}: " in said), rank)
 
@@ -237,14 +237,14 @@ def _status(ranks: RankProcesses, args: argparse.Namespace) -> int:
     if ranks.interrupted_at is not None:
         raise KeyboardInterrupt
     if ranks.terminated and head.ended == -signal.SIGTERM:
-        # Rank 0 was too early in its start to handle SIGTERM; this process ends by it, too.
+        # SIGTERM ended rank 0 before rank 0 could handle it; end this process by SIGTERM, too.
         signal.raise_signal(signal.SIGTERM)
     if all(rank.ended == 2 for rank in ranks.ranks):
         return 2
     first = ranks.failed or bad[0]
     told = _named(first, ranks) is head or "error" in args.result.record
     if head.ended in (1, 2) and not args.program and told:
-        return head.ended  # it has printed the reason
+        return head.ended  # rank 0 has printed the reason
     # A rank that reports another rank's fault may have ended before that rank.
     by_itself = [rank for rank in bad if rank.ended is not None and rank.ended > 0]
     for rank in dict.fromkeys((first, *(rank for rank in by_itself if _named(rank, ranks) is rank))):

@@ -180,7 +180,7 @@ class RankProcesses:
             rank.lines.extend(printable(line) for line in text.splitlines() if line.strip())
 
     async def _next(self, end: float | None) -> None:
-        """Waits until a rank is ready or has ended, at most until ``end`` or the next beat, which this sends."""
+        """Sends a beat if it is time. Then waits for a rank to get ready or end, or until ``end`` or the next beat."""
         now = time.monotonic()
         if now >= self._beat:
             self._beat = now + BEAT_S

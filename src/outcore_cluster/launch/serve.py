@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def serves(ranks: RankGroup, args: argparse.Namespace, names: Sequence[str]) -> bool:
-    """Returns at once whether this rank runs the server (rank 0). On another rank follows rank 0 first, until it ends.
+    """Returns True on rank 0, which runs the server. Another rank follows rank 0 until that ends, and returns False.
 
     Raises:
         UsageError: several models were given. Loading one on a client's request would end all ranks if one has no room.

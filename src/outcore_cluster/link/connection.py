@@ -23,7 +23,7 @@ PIECE = 1 << 20
 
 
 class Kind(IntEnum):
-    """Kinds of frames: messages (``DATA``); for control heartbeats, values of ``agree`` and ``gather``, verdicts,
+    """Kinds of frames: messages (``DATA``), and control frames: heartbeats, agreed and gathered values, verdicts,
     ends."""
 
     DATA = 1

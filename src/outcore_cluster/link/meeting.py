@@ -78,7 +78,7 @@ class Identity:
 
 
 class Meeting:
-    """Connects one rank with all others. ``there``: the connections by the other rank and the purpose."""
+    """Connects one rank with all others. ``there``: the connections, by the other rank's number and the purpose."""
 
     def __init__(
         self, me: Identity, limits: LinkLimits, listener: socket.socket | None, alone: Callable[[], str | None]

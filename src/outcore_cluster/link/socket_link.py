@@ -34,7 +34,7 @@ from .verdict import DEVICE, GONE, Blame, Movement, Sign, broke, silent, stuck
 
 # Bytes in front of a gathered value, for the number of agreed values that the sender has taken.
 COUNT = 8
-# While the main thread waits, it handles signals so often (seconds).
+# Seconds after which a main thread that waits handles signals.
 POLL_S = 0.05
 # Seconds to wait for a verdict after a connection for messages broke, before the rank at its other end is blamed.
 REPORT_S = 0.2
@@ -194,7 +194,7 @@ class SocketLink:
         """
         with self._movement.waiting(rank, due):
             while True:
-                ended = not due and self._peers[rank].ended  # read before ``done``, which may become true until then
+                ended = not due and self._peers[rank].ended  # if so, all that it sent has arrived
                 with self._changed:
                     if not done() and self.fault is None and not ended:
                         self._changed.wait(POLL_S)
@@ -270,7 +270,7 @@ class SocketLink:
             self._peers[connection.rank].gone = True
             if not self._peers[connection.rank].ended:
                 self._blame(Blame(connection.rank, broke(error)))
-        # A connection that is no longer needed may break; and another rank may be at fault, of which a verdict tells.
+        # It may break once it is not needed. If it is needed, another rank may be at fault: wait for a verdict.
         while not connection.control and not self._closing.wait(REPORT_S) and self.fault is None:
             if connection.leaving or connection.posted > connection.received:
                 self._blame(Blame(connection.rank, broke(error)))
@@ -287,6 +287,6 @@ class SocketLink:
             self._decide(Blame(rank, one_line(str(what))))
         elif kind == Kind.BYE:
             peer.ended = peer.gone = True
-            connection.sock.shutdown(socket.SHUT_WR)  # so the peer knows
+            connection.sock.shutdown(socket.SHUT_WR)  # the peer then reads the end of the stream
         else:
             peer.values[kind].append(payload)

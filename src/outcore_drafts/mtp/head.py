@@ -193,7 +193,7 @@ def _arrays(found: MtpTensors) -> tuple[dict[str, mx.array], dict[str, mx.array]
 
 
 def _sanitized(model: Any, inside: Mapping[str, mx.array], shifted: bool) -> dict[str, mx.array]:
-    """Returns the head's layer's weights as ``sanitize`` makes them of weights of the model's last attention layer.
+    """Returns the weights of the head's layer after ``sanitize``, which takes it for the model's last attention layer.
 
     Qwen's shifts norms if it finds a convolution of the original's shape, so it gets one.
     """

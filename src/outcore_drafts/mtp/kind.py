@@ -72,8 +72,8 @@ class MtpHeads(DraftSource):
 
 
 def draft_by_head(profile: ModelProfile, folder: Path | None) -> Draft | None:
-    """Describes the draft by the model's head, read from ``folder`` or the model's own; None if there is no head.
-    Raises as ``open_mtp``."""
+    """Describes the draft by the head in ``folder`` (None: the model's own folder); None if there is no head. Raises as
+    ``open_mtp``."""
     head = open_mtp(profile.lazy, folder, profile.cast.target)
     if head is None:
         return None

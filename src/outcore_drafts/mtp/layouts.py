@@ -100,7 +100,7 @@ class MtpTensors:
     converted: bool
 
     def make_layer(self, text: Any, layers: Any) -> HeadLayer:
-        """Makes the head's layer as the model's last layer that attends to all tokens is made, with random weights.
+        """Makes the head's layer, with random weights, as the model's last layer that attends to all tokens is made.
         ``text``: the model's part with ``args``.
 
         Raises:
