@@ -65,12 +65,12 @@ class RankGroup:
         kind, _ = parse_draft(o.draft)
         if kind not in OWN and not draft_source(kind).over_ranks:
             raise UsageError(
-                f"{called('draft')} {o.draft}: not over several machines; give ngram, self:BITS or a draft model"
+                f"{called('draft')} {o.draft}: does not work over several machines; ngram, self:BITS or a model does"
             )
         if o.kv_disk == "on":
-            raise UsageError(f"{called('kv_disk')} on: not over several machines; leave it out")
+            raise UsageError(f"{called('kv_disk')} on: does not work over several machines; leave it out")
         if o.prefix_cache != "off":
-            raise UsageError(f"{called('prefix_cache')}: not over several machines; leave it out")
+            raise UsageError(f"{called('prefix_cache')}: does not work over several machines; leave it out")
         return replace(o, kv_disk="off", lazy=False)
 
     def share_out(

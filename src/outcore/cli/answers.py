@@ -117,7 +117,7 @@ class Chat:
         elif keep is None:
             self._say(f"{word}: no such command; a space before it makes it a message. {self._more()}", WARN)
         elif not rest or not self._agreement.alone:
-            self._say(f"{word}: {'not over several machines' if rest else 'give a file'}", WARN)
+            self._say(f"{word}: {'does not work over several machines' if rest else 'give a file'}", WARN)
         else:
             try:
                 keep(Path(rest))

@@ -23,7 +23,7 @@ COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
 def check_command(name: str, args: argparse.Namespace | None = None) -> None:
     """Raises ``UsageError`` if the command, or one of its flags in ``args``, does not work over several machines."""
     if name not in COMMANDS:
-        raise UsageError(f"{name}: not over several machines; commands that run there: {', '.join(COMMANDS)}")
+        raise UsageError(f"{name}: does not work over several machines; commands that run there: {', '.join(COMMANDS)}")
     given = vars(args) if args is not None else {}
     prefix = given.get("prefix_cache") or "off"
     draft = str(given.get("draft") or "").partition(":")[0]
@@ -37,7 +37,7 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
     }
     for flag, asked in refused.items():
         if asked:
-            raise UsageError(f"{flag}: not over several machines; leave it out")
+            raise UsageError(f"{flag}: does not work over several machines; leave it out")
 
 
 def leave_out(args: argparse.Namespace) -> None:
