@@ -1,4 +1,4 @@
-"""Decodes texts in separate caches and passes, each with the bits that it has by itself, and verifies drafted tokens.
+"""Decodes texts in separate caches and passes, so that each has the same bits as alone, and verifies drafted tokens.
 
 One undrafted text of a model that is all in memory is decoded one token ahead (``OneText.look_ahead``).
 """
@@ -27,10 +27,10 @@ from .speculative.proposers import Guess
 
 
 class SpeculativeDecoder:
-    """Sequences that run side by side, each with its own caches; arguments as of ``Scheduler``.
+    """Sequences that are decoded together, each in caches of its own; arguments as in ``Scheduler``.
 
     Attributes:
-        drafts: per sequence, the drafted and the accepted tokens of the last step.
+        drafts: per sequence, how many tokens were drafted for the last step, and how many accepted in it.
         failed: sequences whose own sampler or processors raised in the last step, with the error; they got no token.
     """
 
@@ -44,13 +44,13 @@ class SpeculativeDecoder:
 
     @property
     def ready(self) -> bool:
-        """Whether some sequence has tokens that need no further pass."""
+        """Whether some sequence's next token can be chosen without another pass."""
         return any(text.now is not None for text in self._texts.values())
 
     def step(self, joining: Sequence[Request], chunk: int, extra: Sequence[Pass] = ()) -> list[Token]:
-        """One more token of each sequence that has a verified one; where none has, or some join, of all from one pass.
-        A sequence that joins while others are ``ready`` gets a pass of its own. ``chunk``: prompt tokens per chunk;
-        ``extra``: passes over part of a prompt whose sequence does not join yet, while none is ``ready``."""
+        """Returns the next token of each sequence that needs no pass for it. If none is such, runs a pass for all
+        first; if some are, and others join, a pass for those that need one. ``chunk``: prompt tokens per chunk;
+        ``extra``: passes over part of a prompt whose sequence does not join yet."""
         self.drafts, self.failed = {}, {}
         for request in joining:
             text = OneText(self._model, self._session, request, ends=self._ends, most=self._most)
@@ -85,9 +85,9 @@ class SpeculativeDecoder:
         self._texts = {}
 
     def _run_pass(self, texts: Sequence[OneText], extra: Sequence[Pass], one: OneText | None) -> list[Token]:
-        """Computes prompts, or part of one, drafts for the other texts and verifies their drafts, with one reading of
-        the weights; returns a token of each text that has one. A failure leaves the caches of ``one`` as they were;
-        caches of several texts are dropped then."""
+        """Computes prompts, drafts for the other texts and verifies their drafts, with one reading of the weights.
+        Returns a token of each text that has one. ``one``: the only text, whose caches are restored after a failure
+        (the caller drops those of several)."""
         session, clock = self._session, self._session.metrics.clock
         going = texts if one is not None and not one.prompt else [text for text in texts if not text.prompt]
         drafted: list[list[Guess]] = [[]]
@@ -115,7 +115,7 @@ class SpeculativeDecoder:
             else:
                 self._compute(texts, drafted, extra, began)
             seconds = clock() - began
-            # The time of a pass with prompts in it says nothing about drafts.
+            # Do not count a pass with prompts in it as the cost of drafts.
             if controls and len(going) == len(texts) and not extra:
                 computed = 1 if plain else sum(len(text.runner.fed) for text in going)
                 drafting = next((each for each in controls if each.source is not None), controls[0])
@@ -138,7 +138,7 @@ class SpeculativeDecoder:
     def _compute(
         self, texts: Sequence[OneText], drafted: Sequence[Sequence[Guess]], extra: Sequence[Pass], began: float
     ) -> None:
-        """Runs the passes of prompts and of drafts, and sets each text's ``now`` to their outcome."""
+        """Runs the passes over prompts and drafts, and sets each text's ``now`` to the result."""
         session = self._session
         new, going = [text for text in texts if text.prompt], [text for text in texts if not text.prompt]
         passes = [*extra, *(each for text in new for each in text.prompt)]
@@ -170,7 +170,7 @@ class SpeculativeDecoder:
         session.metrics.drafted += sum(map(len, drafted))
 
     def _draft_alone(self, text: OneText, control: DraftLengthPolicy) -> list[Guess]:
-        """Guesses for the only text, with room made for them. Of ranks that share a model the first one guesses."""
+        """Returns guesses for the only text, after making room. If ranks share the model, the first guesses."""
         transport, size = self._session.transport, self._session.size
         control.shared = SharedPass()
         control.most = text.drafts.most if self._session.streaming is None else min(text.drafts.most, size.drafted)
@@ -188,7 +188,7 @@ class SpeculativeDecoder:
         return guesses
 
     def _drafted(self, texts: Sequence[OneText]) -> list[list[Guess]]:
-        """Guesses for one text after the other, as many as pay in the shared pass and together fit into memory."""
+        """Returns guesses for each of the texts: as many as pay in the shared pass and together fit into memory."""
         room, done = self._session.size.drafted, SharedPass(len(texts) - 1, len(texts) - 1.0)
         self._share_snapshots(texts)
         found: list[list[Guess]] = []
@@ -208,15 +208,15 @@ class SpeculativeDecoder:
         return found
 
     def _share_snapshots(self, texts: Sequence[OneText]) -> None:
-        """Lets cache snapshots use what the plan leaves of the budget now."""
+        """Lets the texts' cache snapshots use the bytes that the plan leaves of the budget."""
         plan = self._session.plan
-        # Where nothing is streamed, what the budget leaves over is the allocator's.
+        # If nothing is streamed, the allocator may use these bytes.
         room = max(0, plan.budget_bytes - plan.peak_bytes) if plan.streams else 0
         for text in texts:
             text.runner.snapshots = room // len(texts)
 
     def _choose(self) -> list[Token]:
-        """The next token of each text that has logits for one."""
+        """Returns the next token of each text that has logits for it."""
         tokens = []
         with mx.stream(generation_stream):
             for text in self._texts.values():
@@ -230,8 +230,8 @@ class SpeculativeDecoder:
         return tokens
 
     def take_out(self, uid: int) -> tuple[list[Any], int]:
-        """End a sequence. Returns its caches and how many tokens of prompt and answer they hold: all but the last, or
-        fewer where drafted tokens were taken back."""
+        """Ends a sequence. Returns its caches and how many tokens of prompt and answer they hold: all but the last, or
+        fewer if drafted tokens were removed."""
         text = self._texts.pop(uid)
         text.stop()
         in_memory(text.runner.cache)

@@ -17,12 +17,12 @@ class ScheduledSequence:
     """A sequence of the scheduler.
 
     Attributes:
-        text: its prompt and answer so far.
-        held: how many tokens of it ``cache``, or the decoder's caches, hold.
-        found: tokens of its prompt that the prefix cache had.
-        order: grows with each sequence that is added.
-        before: tokens in the cache that it came with whose ids are not known; they come before ``text``.
-        began: when it joined, by ``time.monotonic``.
+        text: token ids of the prompt and the answer so far.
+        held: how many tokens of ``text`` are in ``cache`` or in the decoder's caches.
+        found: prompt tokens that the prefix cache had.
+        order: number of the sequence; later ones have higher numbers.
+        before: tokens in the request's cache whose ids are not known; they come before ``text``.
+        began: when the sequence joined, by ``time.monotonic``.
     """
 
     request: Request
@@ -40,27 +40,27 @@ class ScheduledSequence:
 
     @property
     def new(self) -> int:
-        """Tokens to be computed when it joins."""
+        """Tokens to compute when the sequence joins."""
         return len(self.text) - self.held
 
     @property
     def length(self) -> int:
-        """Tokens of all of its text so far."""
+        """Tokens of the sequence so far."""
         return self.before + len(self.text)
 
     @property
     def need(self) -> int:
-        """The most tokens that it may come to."""
+        """The most tokens that the sequence can have at its end."""
         return self.length - self.answered + self.request.max_tokens
 
     def rewind(self, unseen: int = 0) -> None:
-        """Takes its own sampler back to its answer, less the last ``unseen`` tokens, which the caller did not get."""
+        """Rewinds an ``OwnSampler`` to the end of the answer without its last ``unseen`` tokens."""
         if isinstance(sampler := self.request.sampler, OwnSampler):
             sampler.rewind(self.answered - unseen)
 
     def begin(self, session: Session, chunk: int, *, whole: bool, finds: bool, records: bool) -> Request:
-        """The request with which it begins, or begins anew. ``finds``: look its prompt up in the prefix cache;
-        ``records``: there is room to store it."""
+        """Returns the request with which the sequence begins, or begins again. ``finds``: look the prompt up in the
+        prefix cache; ``records``: there is room to store the prompt."""
         if self.cache is not None or self.held or not finds:
             return self.go_on()
         found, cached = look_up(session, self.text, chunk, whole=whole, shared=self.request.shared, records=records)
@@ -68,8 +68,8 @@ class ScheduledSequence:
         return self.go_on(cached)
 
     def go_on(self, cached: CachedPrefix | None = None) -> Request:
-        """The request that continues the sequence after its first ``held`` tokens. It takes over the cache; ``cached``
-        says which of its tokens are in there already."""
+        """Returns the request, with the cache, that continues the sequence after its first ``held`` tokens. ``cached``:
+        the part of the request's tokens that the cache holds already."""
         cache, self.cache = self.cache, None
         cached = cached or CachedPrefix()
         return replace(
@@ -89,9 +89,9 @@ class StepResult:
     """Result of a scheduler's step.
 
     Attributes:
-        tokens: one of each running sequence; with drafts, of each that has another verified one.
+        tokens: the next token of each running sequence, or of each that has a verified one left of the last pass.
         joined: sequences that joined for the first time, and the seconds since their prompts were begun.
-        found: tokens of their prompts that the prefix cache had.
+        found: tokens of these prompts that the prefix cache had.
         prompts: computed prompt tokens of sequences that have not joined.
         drafts: drafted and accepted tokens per sequence.
         full: sequences that end because there is no memory for a longer context.

@@ -1,4 +1,4 @@
-"""Drafting for one text: whether it can pay, which drafter guesses, and how many tokens for a pass."""
+"""Drafting for one text: whether drafts can pay, which drafter guesses, and how many tokens per pass."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class TextDrafts:
         most: the most tokens drafted per forward pass; None: as many as pay.
 
     Attributes:
-        drafting: the drafter, before it has begun; None: it has, or there is none.
-        control: decides how much is drafted; None: nothing is, or not yet.
-        source: guesses tokens; None with ``control``.
+        drafting: the drafter, until ``begin`` is called; None afterwards, or if there is none.
+        control: decides how many tokens are drafted; None: nothing is drafted, or not yet.
+        source: guesses tokens; None whenever ``control`` is.
         hidden: keeps the hidden states that the drafter uses; None: it needs none.
     """
 
@@ -45,7 +45,7 @@ class TextDrafts:
         self.source: Proposer | None = None
 
     def begin(self, logprobs: mx.array, runner: ModelRunner) -> None:
-        """Start drafting, if it can pay, for a text with log-probabilities of this size; ``runner`` runs the text."""
+        """Starts drafting if drafts can pay. ``logprobs`` give the vocabulary size; ``runner`` runs the text."""
         session, drafting, self.drafting = self._session, self.drafting, None
         # A model that evaluates inside its forward pass cannot verify several tokens in one pass.
         evaluates = session.transport.eager or (session.streaming is not None and session.streaming.evaluates)
@@ -65,15 +65,15 @@ class TextDrafts:
         )
 
     def guesses(self, text: list[int], most: int) -> list[Guess]:
-        """Guesses that may follow the text, as many as pay, up to an end-of-text token."""
+        """Returns guesses of the next tokens: as many as pay, at most ``most``, up to an end-of-text token."""
         assert self.control is not None and self.source is not None
         found = self.control.draft(self.source, [*self._history, *text], most)
         end = next((i + 1 for i, g in enumerate(found) if g.token in self._ends), len(found))
         return found[:end]
 
     def _fits_expert_cache(self, runner: ModelRunner) -> bool:
-        """Whether drafts can pay where experts are read one by one; limits them to what the expert cache takes in one
-        pass. (Verified in a pass each, tokens would read and compute as much as plain decoding.)"""
+        """Whether drafts can pay if experts are read one by one. Limits ``self.most`` to what expert caches take in one
+        pass. (Verified in separate passes, tokens would read and compute as much as without drafts.)"""
         plan, size = self._session.plan, self._session.size
         experts = size.on_demand
         fits = (n for n in range(self.most, 0, -1) if experts is not None and experts.reads(plan, size, n + 1))
@@ -84,8 +84,8 @@ class TextDrafts:
 def drafting_of(
     session: Session, model: nn.Module | None = None, asked: int | None = None
 ) -> tuple[Drafting | None, int]:
-    """The drafter of a text, None if there is none, and the most tokens that it drafts per pass. ``model`` is a
-    caller's draft model that replaces the loaded drafter; ``asked`` None: as many as pay."""
+    """Returns the drafter of a text (None: there is none), and the most tokens that it drafts per pass. ``model``: a
+    caller's draft model to use instead of the loaded drafter; ``asked``: the caller's limit on the tokens."""
     if asked == 0:
         return None, 0
     drafting = cast(Drafting | None, session.drafting) if model is None else for_models("draft_model").of_model(model)

@@ -6,24 +6,24 @@ from dataclasses import dataclass, field
 
 from .proposers import Key
 
-# The chance of a kind of guess that was never tried; how many guesses that prior counts for; the factor by which old
-# guesses fade.
+# Assumed chance of a kind of guess before any was tried; how many guesses this assumption counts as; the factor by
+# which older guesses count less with each new one.
 PRIOR, WEIGHT, FADE = 0.6, 2.0, 0.98
 
-# How fast a longer measured time replaces the one before, and how much of the old sums stays with each new pass.
+# Weight of a new time that is longer than the average; the factor by which older passes count less with each new one.
 NEAR, LAST = 0.3, 0.8
 
-# A time counts as at most so many times the expected one; one shorter by that factor replaces all before it.
+# A time counts as at most this many times the expected one; if it is this many times shorter, it replaces all others.
 FAR = 3.0
 
-# Guesses that the statistics of earlier texts count for.
+# How many guesses the statistics of earlier texts count as, at most.
 KEPT = 8
 
 
 @dataclass
 class Seconds:
-    """The recent duration of something. It falls at once, as kernels may have been compiled before, and rises
-    slowly."""
+    """An average of recent durations. A shorter duration replaces the average at once, as earlier ones may include
+    compiling kernels; a longer one raises it slowly."""
 
     value: float | None = None
     seen: int = 0
@@ -36,12 +36,12 @@ class Seconds:
 
 @dataclass
 class CostLine:
-    """Recent seconds of drafting plus a pass, as a line over the pass's tokens; ``slope`` is 0 until passes over
-    different numbers of tokens were seen."""
+    """Recent seconds of drafting plus a pass, as a straight line over the pass's tokens; ``slope`` is 0 until passes
+    over different numbers of tokens were seen."""
 
     seen: int = 0
     slope: float = 0.0
-    sums: tuple[float, ...] = (0.0,) * 5  # 1, n, s, n n, n s
+    sums: tuple[float, ...] = (0.0,) * 5  # faded sums of 1, n, s, n n, n s for passes over n tokens in s seconds
 
     def add(self, tokens: int, seconds: float) -> None:
         expected = self.at(tokens)
@@ -56,14 +56,14 @@ class CostLine:
         self.seen += 1
 
     def at(self, tokens: int) -> float:
-        """Expected seconds; 0 if nothing was seen."""
+        """Returns the expected seconds of a pass over ``tokens`` tokens; 0 if no pass was seen."""
         one, n, s, _, _ = self.sums
         return max(0.0, (s - self.slope * n) / one + self.slope * tokens) if one else 0.0
 
 
 @dataclass
 class Rate:
-    """The share of guesses that were right, older ones counting less; starts from a prior."""
+    """The share of guesses that were right; older ones count less. ``right`` and ``all`` begin with a prior."""
 
     right: float
     all: float = WEIGHT
@@ -82,14 +82,14 @@ class Rate:
 
 @dataclass
 class AcceptanceStats:
-    """Acceptance statistics, which continue from text to text. ``chance`` is the acceptance rate of a kind of guess,
-    ``typical`` of all guesses of a source, ``best`` of its best kind.
+    """Acceptance statistics over all texts. ``chance`` returns the acceptance rate of a kind of guess, ``typical`` that
+    of all guesses of a source, ``best`` that of its best kind.
 
     Attributes:
         rates, sources: share of right guesses by kind, and by source.
-        guess: seconds of a guess by source; ``follow``: of following one token of the text.
+        guess: by source, seconds of a guess; ``follow``: seconds in which it takes in one more token of the text.
         plain: seconds of a pass without a draft; ``drafted``: of drafting plus the pass, by source.
-        sweeps: passes seen, and tokens that they ``made``.
+        sweeps: passes seen; ``made``: tokens that they yielded.
     """
 
     rates: dict[Key, Rate] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class AcceptanceStats:
     made: int = 0
 
     def another_text(self) -> None:
-        """Another text begins: statistics of earlier ones count for less."""
+        """Called when a text begins: statistics of earlier texts count for less from now on."""
         for rate in (*self.rates.values(), *self.sources.values()):
             rate.fade_to(KEPT)
 
@@ -123,7 +123,7 @@ class AcceptanceStats:
         self.sources.setdefault(key[0], Rate(prior)).add(right)
 
     def swept(self, source: str | None, tokens: int, seconds: float) -> None:
-        """Records the seconds of drafting by a source (None: no draft) plus a pass over so many tokens."""
+        """Records the ``seconds`` of drafting by a source (None: no draft) plus a pass over ``tokens`` tokens."""
         if source is not None:
             self.drafted.setdefault(source, CostLine()).add(tokens, seconds)
         # A pass without a draft takes no longer than one with a draft.

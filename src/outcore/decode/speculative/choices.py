@@ -1,4 +1,4 @@
-"""The ways to draft for a model within a budget, each opened and planned for; ``--draft auto`` takes the fastest."""
+"""Opens and plans each way to draft for a model within a budget; ``--draft auto`` takes the fastest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...sizes import format_size
 from ..opening import Opening
 from .sources import DraftSource, draft_sources
 
-# Bytes of the cache's disk that stay free.
+# Bytes to leave free on the cache's disk.
 ROOM = 1_000_000_000
 
 
@@ -26,7 +26,7 @@ Way = tuple[Choice, ModelProfile]
 
 
 def ways_to_draft(profile: ModelProfile, planning: Planning, base: Planned, opening: Opening, budget: int) -> list[Way]:
-    """Every way to draft, simplest first; those that cannot be used say why. ``base`` is the plan of ``planning`` with
+    """Returns every way to draft, simplest first; those that cannot be used have a ``reason``. ``base``: the plan with
     n-grams."""
     calibration = opening.known or ASSUMED
     none = replace(planning, kind=NONE, draft=None).at(budget, calibration)
@@ -37,7 +37,7 @@ def ways_to_draft(profile: ModelProfile, planning: Planning, base: Planned, open
         return found
     for source in draft_sources().values():
         for name, which, least in source.offers(profile):
-            if least > budget:  # known without opening it, which takes long
+            if least > budget:  # then do not open it, which takes long
                 found.append((Choice(name, reason=f"needs more than {format_size(least)}"), profile))
             else:
                 found.append(_way(source, name, which, profile, planning, opening, budget))
@@ -70,7 +70,7 @@ def _way(
 
 
 def _cannot_be_written(nbytes: int, folder: Path | None) -> str:
-    """Why so many bytes cannot be written to the cache and this folder; "" if they can."""
+    """Returns why ``nbytes`` bytes cannot be written to the cache and ``folder``; "" if they can."""
     for at in (cache_dir(), folder or cache_dir()):
         while not at.exists() and at != at.parent:
             at = at.parent

@@ -1,8 +1,7 @@
-"""Decides how many tokens to draft, from the acceptance statistics and from what drafting and a pass over so many
-tokens cost.
+"""Decides how many tokens to draft, from acceptance statistics and from measured times of drafting and of passes.
 
-Nothing is assumed about the machine: where the disk is the limit a pass takes as long for thirty tokens as for one,
-elsewhere computing them takes longer than reading, and both are measured while tokens are made.
+Nothing is assumed about the machine. If the disk is the limit, a pass takes as long for thirty tokens as for one;
+elsewhere, more tokens take longer. Times are measured while tokens are made.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from ...plan.joint_plan import MOST
 from .acceptance import AcceptanceStats, Seconds
 from .proposers import Guess, Proposer
 
-# Guesses for the first pass.
+# The most guesses for the first pass with a draft.
 UNTRIED = 4
 
-# Drafts of a source after which its cost is known; the first ones include compiling kernels.
+# Drafts of a source after which its cost is known; the first drafts include compiling kernels.
 SURE = 3
 
-# Share of time for probing: trying a token where drafting did not pay, or passes without a draft where it does.
+# Share of time for probing: drafting a token although drafts did not pay, or a pass without a draft although they do.
 PROBE = 0.01
 
 
 @dataclass(frozen=True)
 class SharedPass:
-    """The other texts' part of a shared pass: tokens computed for them, and tokens that they are expected to get."""
+    """The part of other texts in a shared pass: tokens computed for them, and tokens that they are expected to get."""
 
     tokens: int = 0
     expected: float = 0.0
@@ -36,21 +35,21 @@ class SharedPass:
 class DraftLengthPolicy:
     """Decides for each drafted token whether it is worth its time.
 
-    A draft goes on while the tokens expected of a pass grow by more than its time does: (1 + p1 + p1 p2 + ...) over the
-    seconds of drafting and the pass. Chances are counted by kind of guess. Both times are measured together, by source:
-    a disk that reads ahead while tokens are drafted makes them one. A pass with a draft takes as long as one without,
-    or as computing and drafting, which grow with the number of tokens, whichever is longer.
+    A draft goes on while the expected tokens of a pass, (1 + p1 + p1 p2 + ...), grow faster than the time of drafting
+    and the pass. Chances are counted by kind of guess. Drafting and the pass are measured as one time, by source, since
+    the disk reads ahead while tokens are drafted. A pass with a draft takes as long as one without, or as computing and
+    drafting, which grow with the number of tokens, whichever is longer.
 
     Args:
         most: the most drafted tokens.
         acceptance: statistics of earlier texts, to which this text's are added.
-        fixed: always draft ``most`` tokens, as far as the source goes.
+        fixed: always draft ``most`` tokens, or as many as the source guesses.
 
     Attributes:
         foreseen_s: expected seconds of a pass before any was seen.
         shared: the other texts' part of the next pass.
         expected: tokens that the last draft is expected to yield, with the one that the model itself adds.
-        source: of the last draft, None if there is none; ``spent``: seconds that it took.
+        source: name of the last draft's source; None: there was no draft. ``spent``: seconds that drafting took.
     """
 
     def __init__(
@@ -70,13 +69,13 @@ class DraftLengthPolicy:
         self.shared = SharedPass()
         self.expected = 1.0
         self._clock = clock
-        self._seen: dict[str, int] = {}  # tokens of the text that each source has followed
+        self._seen: dict[str, int] = {}  # tokens of the text that each source has taken in
         self._alike_s = 0.0  # seconds of the latest passes that all had a draft, or all had none
-        self._drafted = False  # whether they had one
+        self._drafted = False  # whether these passes had a draft
 
     def seconds(self, source: str, tokens: int) -> float:
-        """Expected seconds of drafting by a source plus the shared pass with so many tokens of this text; 0 if
-        unknown."""
+        """Returns the expected seconds of drafting by a source plus the shared pass with ``tokens`` tokens of this
+        text; 0 if unknown."""
         learnt = self.acceptance
         line = learnt.drafted.get(source)
         return max(self.plain_s, line.at(tokens + self.shared.tokens) if line is not None else 0.0)
@@ -86,12 +85,12 @@ class DraftLengthPolicy:
         return self.foreseen_s if self.acceptance.plain.value is None else self.acceptance.plain.value
 
     def draft(self, source: Proposer, text: Sequence[int], most: int) -> list[Guess]:
-        """At most ``most`` guesses that are worth verifying in the next pass, after the tokens of ``text``."""
+        """Returns at most ``most`` guesses of the tokens after ``text``: those worth verifying in the next pass."""
         learnt = self.acceptance
         self.expected = 1.0
         stale = self._drafted and PROBE * self._alike_s > self.plain_s
         if not self.fixed and learnt.drafted and (stale or learnt.plain.seen < 2):
-            return []  # measures a pass without a draft
+            return []  # to measure a pass without a draft
         limit = min(most, self.most if learnt.drafted or self.fixed else UNTRIED)
         guesses = self._draft(source, text, limit)
         if not guesses and source.cheaper is not None:
@@ -121,7 +120,7 @@ class DraftLengthPolicy:
                 follows = source.name in self._seen
                 self._seen[source.name] = len(text)
                 if not follows:
-                    # It computed the prompt, which is no measure of following a text.
+                    # The source took in the prompt, which is no measure of taking in one more token.
                     began = self._clock()
             guess = source.guess([g.token for g in guesses])
             took = self._clock() - began
@@ -130,7 +129,7 @@ class DraftLengthPolicy:
             if source.cheaper is None or guess.key[0] != source.cheaper.name:
                 if follows and times.value is not None and took > times.value:
                     follow.add((took - times.value) / max(1, behind))
-                    # Catching up on tokens that it missed is no part of a draft's cost either.
+                    # Catching up on tokens that the source missed is no part of a draft's cost either.
                     caught_up = took - times.value if behind > MOST + 1 else 0.0
                 else:
                     times.add(took)
@@ -146,8 +145,8 @@ class DraftLengthPolicy:
         return guesses
 
     def judged(self, guesses: Sequence[Guess], text: Sequence[int], seconds: float) -> None:
-        """Records the outcome of a draft: ``text`` are the tokens of the pass, accepted guesses and one more;
-        ``seconds`` its duration."""
+        """Records the outcome of a draft. ``text``: the tokens that the pass yielded, accepted guesses and one more;
+        ``seconds``: duration of the pass."""
         learnt = self.acceptance
         for guess, token in zip(guesses, text, strict=False):
             for guessed, key in ((guess.token, guess.key), *guess.others):
@@ -158,12 +157,12 @@ class DraftLengthPolicy:
         self.spent, self.source = 0.0, None
 
     def swept(self, tokens: int, seconds: float) -> None:
-        """Records the seconds of a pass over so many tokens, with the drafting of all texts that share it (``spent``);
-        to be called before ``judged``."""
+        """Records the seconds of a pass over ``tokens`` tokens and of drafting (``spent``) for all texts that share it.
+        To be called before ``judged``."""
         self.acceptance.swept(self.source, tokens, seconds)
 
     def _promises(self, source: str, chance: float, most: int) -> bool:
-        """Whether a draft of some length is faster than none, if each guess is right with this chance."""
+        """Whether a draft of some length, up to ``most``, is faster than none if guesses are right with ``chance``."""
         if self.fixed:
             return most > 0
         expected, plain, others = 1.0, self.plain_s, self.shared.expected
@@ -174,8 +173,8 @@ class DraftLengthPolicy:
         return False
 
     def _worth(self, source: str, expected: float, chance: float, drafted: int, spent: float, more: float) -> bool:
-        """Whether one more guess, right with this chance, pays after ``spent`` seconds of drafting: ``more`` is its
-        duration, negative if it is already part of ``spent``."""
+        """Whether one more guess, right with ``chance``, pays after ``spent`` seconds of drafting. ``more``: seconds of
+        the guess; negative: they are part of ``spent`` already."""
         if self.fixed or not self.plain_s:
             return True
         before = max(self.seconds(source, drafted + 1), spent)

@@ -25,18 +25,18 @@ TextState = Callable[[], tuple[list[Any], list[int]]]
 
 
 class DroppableProposer(Proposer, Protocol):
-    """A proposer whose memory can be taken back."""
+    """A proposer whose memory can be freed while its text goes on."""
 
     def give_up(self) -> None: ...
 
 
 class Drafting:
-    """The drafter of a loaded model. This class drafts n-grams, without any weights; subclasses in packages
-    (``sources``) have some.
+    """The drafter of a loaded model. This class drafts n-grams, without weights; subclasses in packages (``sources``)
+    draft with weights.
 
     Attributes:
-        model: that drafts, in memory; None: there are no weights.
-        kind, name, holds_head, intact: as of ``engine.resident_layers.Drafter``, which this is.
+        model: the model in memory that drafts; None: the drafter has no weights.
+        kind, name, holds_head, intact: as in the protocol ``engine.resident_layers.Drafter``.
     """
 
     kind = NGRAM
@@ -48,25 +48,25 @@ class Drafting:
         self._proposers: weakref.WeakSet[DroppableProposer] = weakref.WeakSet()
 
     def join(self, session: Session) -> Drafting:
-        """Called when the model is loaded. Returns the drafter: this, or n-grams where this cannot draft, which the
-        session notes."""
+        """Called when the model is loaded. Returns the drafter to use: this one, or n-grams, with a note to the user,
+        if this one cannot draft."""
         return self
 
     @property
     def intact(self) -> bool:
-        """Whether it can be given up safely."""
+        """Whether the drafter can be given up safely."""
         return True
 
     def hidden(self) -> HiddenKeeper | None:
-        """A new keeper of a text's hidden states for its proposer; None if it does not use them."""
+        """Returns a new keeper of a text's hidden states for its proposer; None: the proposer uses none."""
         return None
 
     def proposer(self, draw: Draw, state: TextState, hidden: HiddenKeeper | None) -> DroppableProposer | None:
-        """What guesses one text's tokens by weights; None: there are none.
+        """Returns a proposer that guesses one text's tokens by weights; None: this drafter has no weights.
 
         Args:
             draw: makes a guess from logits.
-            state: of the text, in the model.
+            state: returns the text's caches in the model.
             hidden: what ``hidden()`` returned for this text.
         """
         return None
@@ -79,8 +79,8 @@ class Drafting:
         state: TextState,
         hidden: HiddenKeeper | None = None,
     ) -> Proposer:
-        """What guesses one text's tokens: n-grams, and the proposer with weights, if any; ``how`` and ``vocabulary`` as
-        of ``proposers.drawn``."""
+        """Returns a proposer of one text's tokens, from n-grams and from weights, if there are any; ``how`` and
+        ``vocabulary``: as in ``proposers.drawn``."""
         model = self.proposer(partial(drawn, how=how, vocabulary=vocabulary, name=self.kind), state, hidden)
         if model is None:
             return NGram()
@@ -91,8 +91,8 @@ class Drafting:
         return profile
 
     def give_up(self, session: Session) -> Drafting:
-        """Release the weights, also of texts under way, which get no more guesses from them. Returns n-grams, which
-        draft instead."""
+        """Frees the weights, so that running texts get no more guesses from them. Returns a drafter of n-grams to use
+        instead."""
         for proposer in list(self._proposers):
             proposer.give_up()
         self.close()
@@ -103,7 +103,7 @@ class Drafting:
 
 
 def check_draft_length(most: int, name: str = "num_draft_tokens") -> int:
-    """The number of drafted tokens that was asked for; ``UsageError`` below 1 or above ``LONGEST``."""
+    """Returns ``most``, a number of drafted tokens. Raises ``UsageError`` below 1 or above ``LONGEST``."""
     if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= LONGEST:
         raise UsageError(f"{name} {shortened(most)}: give 1 to {LONGEST}; to turn drafting off, load with draft none")
     return most

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..sampling import MlxLmSampler
 
-# A kind of guesses that are about equally good: the source, and how sure it is.
+# A kind of guess: its source, and a number for how sure the source is. Guesses of a kind are about equally good.
 Key = tuple[str, int]
 
 
@@ -21,9 +21,9 @@ class Guess:
     """A token that may come next.
 
     Attributes:
-        key: the kind of guess that its outcome counts for.
+        key: the kind of guess, in whose statistics the outcome is counted.
         q: the probabilities (vocabulary,) that it was drawn from, for the rejection rule; None: the sampler decides.
-        likely: the most likely token where this one was drawn, for decisions that must not depend on the draw.
+        likely: the most likely token, for decisions that must not depend on the draw; None: none was drawn.
         others: other guesses for this place, with their kinds, whose outcomes are counted too.
     """
 
@@ -38,8 +38,8 @@ class Proposer(Protocol):
     """Guesses tokens, one after the other.
 
     Attributes:
-        name: of its kinds of guesses.
-        cheaper: a cheaper part of it, to be used where the whole does not pay.
+        name: the source in the kinds of its guesses.
+        cheaper: a cheaper proposer that is part of this one, used if this one does not pay; None: there is none.
     """
 
     name: str
@@ -48,21 +48,21 @@ class Proposer(Protocol):
     def cheaper(self) -> Proposer | None: ...
 
     def begin(self, text: Sequence[int]) -> None:
-        """Sets the text, which begins as it did before."""
+        """Sets the text, which begins with the text that was set before."""
 
     def guess(self, drafted: Sequence[int]) -> Guess | None:
-        """The token that may follow the text and the tokens drafted since; None if there is none."""
+        """Returns a guess of the token after the text and the ``drafted`` tokens; None: there is none."""
 
 
 # Tokens that must agree before a repetition is followed, and the most that are compared.
 SHORTEST, LONGEST = 2, 24
 
-# Earlier places that are compared, latest first.
+# How many earlier places in the text are compared, latest first.
 PLACES = 8
 
 
 class NGram:
-    """Follows the longest suffix of the text that stands in it once before: prompt lookup, without any weights.
+    """Guesses what followed the longest suffix of the text where that occurred before: prompt lookup, without weights.
 
     (Prompt lookup decoding: https://github.com/apoorvumang/prompt-lookup-decoding.)
     """
@@ -87,7 +87,7 @@ class NGram:
         best, at = 0, 0
         for place in reversed(self._places.get(tuple(tail[-SHORTEST:]), [])[-PLACES - 1 :]):
             if place >= len(self._text):
-                continue  # the end itself
+                continue  # the suffix itself
             length = self._agreeing(place, tail)
             if length > best:
                 best, at = length, place
@@ -100,15 +100,15 @@ class NGram:
         return length
 
 
-# Chance of a repetition from which the model is not asked.
+# A repetition that is right with at least this chance is guessed without calling the model.
 SURE = 0.95
 
-# Source of repetitions that differ from the model's guess; they are right less often than those that agree.
+# Source of repetitions that differ from the model's guess; they are right less often than repetitions that agree.
 AGAINST = "against"
 
 
 class Both:
-    """Guesses of a model, or of n-grams where those are more likely right; ``chance`` is that of a kind of guess."""
+    """Takes a model's guess, or the n-gram's if that is more likely right; ``chance``: of a kind of guess."""
 
     def __init__(self, ngram: Proposer, model: Proposer, chance: Callable[[Key], float]) -> None:
         self.name = model.name
@@ -135,16 +135,16 @@ class Both:
         return replace(found, others=(*seen, (repeated.token, against)))
 
 
-# Makes a guess from a draft model's logits, as many as it has (``drawn``).
+# Makes a guess from a draft model's logits, whatever their number is (``drawn``).
 Draw = Callable[[mx.array], Guess | None]
 
 
 def drawn(logits: mx.array, *, how: MlxLmSampler | None, vocabulary: int, name: str) -> Guess | None:
-    """A model's guess from its logits; None where they are not finite, as a broken draft's are.
+    """Returns a draft model's guess from its logits; None: they are not finite, as a broken draft's are.
 
     Args:
-        logits: one-dimensional; a draft model may have more or fewer than the ``vocabulary`` has tokens.
-        how: draws from this sampler's distribution; None: takes the most likely token.
+        logits: one-dimensional; may be more or fewer than ``vocabulary``, the number of the model's tokens.
+        how: the guess is drawn from this sampler's distribution; None: it is the most likely token.
         name: of the source.
     """
     missing = vocabulary - logits.size
@@ -157,7 +157,7 @@ def drawn(logits: mx.array, *, how: MlxLmSampler | None, vocabulary: int, name: 
     else:
         q = how.distribution(logprobs[None])[0]
         token = mx.random.categorical(mx.log(q))
-        # Not the drawn token's: the rejection rule holds only if the draft's length does not depend on the draw.
+        # Not the drawn token's chance: the rejection rule holds only if the draft's length does not depend on the draw.
         likely = mx.argmax(q)
         sure = q[likely]
     mx.eval(token, sure)

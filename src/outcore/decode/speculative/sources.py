@@ -1,7 +1,7 @@
-"""The kinds of drafts that packages add to n-grams: the seam to ``outcore_drafts``.
+"""The kinds of drafts that packages such as ``outcore_drafts`` add to n-grams.
 
-A package's module of the group ``drafts`` (``outcore.packages``) has ``SOURCES``, one ``DraftSource`` for each kind:
-the words that ``--draft`` takes, the draft's sizes for the plan, and how it is loaded, as a ``Drafting`` whose
+A package's module of the group ``drafts`` (``outcore.packages``) has ``SOURCES``, one ``DraftSource`` for each kind. It
+parses the argument of ``--draft``, gives the draft's sizes for the plan, and loads the draft as a ``Drafting``, whose
 proposers guess. Verification, draft length and statistics are the same for all kinds.
 """
 
@@ -34,10 +34,10 @@ class DraftSource:
     """A kind of draft that has weights.
 
     Attributes:
-        kind: its word for ``--draft``; an argument may follow after a colon.
-        usage: how the word is written, for people.
-        names_models: a word that names no kind is taken as the name of its model.
-        over_ranks: it drafts for a model that lies on several machines.
+        kind: the word for ``--draft``; an argument may follow after a colon.
+        usage: how ``--draft`` is written for this kind, for error messages.
+        names_models: this kind takes a ``--draft`` that names no kind, as the name of a draft model.
+        over_ranks: can draft for a model that several machines share.
     """
 
     kind: str
@@ -46,38 +46,38 @@ class DraftSource:
     over_ranks = True
 
     def parse(self, asked: str, argument: str | None) -> Any:
-        """The argument of ``--draft`` as ``open`` takes it.
+        """Returns the argument of ``--draft`` in the form that ``open`` takes.
 
         Args:
             asked: all of ``--draft``.
-            argument: the part after the colon, None if there is none.
+            argument: the part after the colon; None: there is no colon.
 
         Raises:
-            UsageError: it means nothing.
+            UsageError: the argument is invalid.
         """
         if argument is not None:
             raise UsageError(f"{called('draft')} {shortened(asked)}: give {self.kind} alone, without a colon")
         return None
 
     def offers(self, profile: ModelProfile) -> Iterator[tuple[str, Any, int]]:
-        """The drafts that ``--draft auto`` considers: names, arguments of ``open``, and the least bytes that they
-        take."""
+        """Returns the drafts that ``--draft auto`` considers, each as its name, its argument of ``open``, and the least
+        budget in bytes."""
         return iter(())
 
     def open(self, which: Any, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft]:
-        """The model with the draft, and the draft's sizes; reads no weights.
+        """Returns the model's profile with the draft, and the draft's sizes, without reading weights.
 
         Raises:
-            UsageError, CheckpointError: it cannot draft for this model, or not as that is to be loaded.
+            UsageError, CheckpointError: it cannot draft for this model, or not with these load options.
         """
         raise NotImplementedError
 
     def to_write(self, profile: ModelProfile, plan: Plan, draft: Draft) -> tuple[int, Path | None]:
-        """Bytes that are written once before it drafts, and the folder."""
+        """Returns the bytes that have to be written once before the draft can be used, and the folder."""
         return 0, None
 
     def write(self, profile: ModelProfile, draft: Draft, progress: Progress) -> None:
-        """Write its files without loading it, as ``outcore pack`` does."""
+        """Writes the draft's files without loading it, as ``outcore pack`` does."""
         raise NotImplementedError
 
     def load(self, draft: Draft, profile: ModelProfile, opening: Opening, progress: Progress) -> Drafting:
@@ -85,17 +85,17 @@ class DraftSource:
         raise NotImplementedError
 
     def of_model(self, model: nn.Module) -> Drafting:
-        """The drafter of a model that the caller has loaded; of a source that ``names_models``."""
+        """Returns a drafter with a model that the caller has loaded. Only for sources with ``names_models``."""
         raise NotImplementedError
 
 
 def draft_sources() -> dict[str, DraftSource]:
-    """The kinds that packages add, by their words."""
+    """Returns the kinds of drafts that packages add, by their words."""
     return {source.kind: source for module in packages.modules("drafts").values() for source in module.SOURCES}
 
 
 def draft_source(kind: str) -> DraftSource:
-    """The source of this kind. Raises ``UsageError`` if no package has it."""
+    """Returns the source of a kind of draft. Raises ``UsageError`` if no package has it."""
     sources = draft_sources()
     if kind not in sources:
         raise UsageError(f"{called('draft')} {shortened(kind)}: {_ways() if sources else MISSING}")
@@ -103,8 +103,8 @@ def draft_source(kind: str) -> DraftSource:
 
 
 def for_models(asked: str) -> DraftSource:
-    """The source that drafts with other models; ``asked`` is named in its errors, which are those of
-    ``draft_source``."""
+    """Returns the source that drafts with other models. Raises ``UsageError``, which names ``asked``, if no package
+    has one."""
     found = next((source for source in draft_sources().values() if source.names_models), None)
     if found is None:
         raise UsageError(f"{asked}: {MISSING}")
@@ -112,7 +112,7 @@ def for_models(asked: str) -> DraftSource:
 
 
 def parse_draft(draft: str) -> tuple[str, Any]:
-    """The kind and the argument of a ``--draft``. Raises ``UsageError`` if it means nothing, or its package is
+    """Returns the kind and the argument of a ``--draft``. Raises ``UsageError`` if that is invalid, or its package is
     missing."""
     if not isinstance(draft, str):
         raise UsageError(f"draft={shortened(repr(draft))}: {_ways()}")
@@ -140,7 +140,7 @@ def _ways() -> str:
 
 
 def with_draft(kind: str, which: Any, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft | None]:
-    """The model and its draft; ``auto`` begins with n-grams. Raises as ``DraftSource.open``."""
+    """Returns the profile with its draft, and the draft; n-grams for ``auto``. Raises as ``DraftSource.open``."""
     if kind == NONE:
         return profile, None
     if kind in OWN:
