@@ -135,7 +135,8 @@ _NAMED = re.compile(r"(OUT|KEPT)(\d+)_(\d+)")
 
 
 def _ancestors(names: Mapping[str, mx.array], of: Sequence[str]) -> set[str]:
-    """Follows the graph back from the arrays named ``of``; returns the first named arrays on each path."""
+    """From the arrays named ``of``, follows the graph back to the first named array on each path; returns these
+    names."""
     graph = io.StringIO()
     mx.export_to_dot(graph, **names)
     behind: dict[str, list[str]] = {}

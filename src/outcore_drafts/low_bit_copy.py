@@ -186,7 +186,8 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Returns new modules with the same arrays; replacing modules or arrays in them leaves the model unchanged."""
+    """Returns a copy of the model that shares its arrays. Replacing modules or arrays in the copy leaves the model
+    unchanged."""
     copy: nn.Module = _copied(model, {})
     return copy
 

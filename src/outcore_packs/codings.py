@@ -1,7 +1,7 @@
 """Encodes matrices of a packed copy in other forms (codings), and finds the decoders of stored ones. All are lossless.
 
-There are two forms. ``planes`` (``stored_planes``) is chosen by shape and type alone. ``compact`` is used for a matrix
-only if it takes fewer disk blocks, for which all values are read.
+There are two forms. ``planes`` (``stored_planes``) is chosen by shape and type alone. ``compact`` is chosen if it takes
+fewer disk blocks; to know that, all values of a matrix are read.
 
 ``compact`` stores bfloat16 matrices in three quarters of their bytes, since trained weights have few different
 exponents. Sign and mantissa of a weight are one byte. The exponent is a 4-bit code for one of the 16 most frequent ones
