@@ -53,7 +53,7 @@ class Models:
             self.theirs[name] = mlx_lm.utils.load_model(path)[0]
         options: dict[str, Any] = {
             "context": 256,
-            "prompt": 32,
+            "prompt": 64,
             "govern": False,
             "resumable": True,
             "io": rng.choice(["direct", "cached"]),
@@ -75,6 +75,6 @@ class Models:
                 model, _config = outcore.load_model(path, memory=memory, **options)
                 return Model(name, model, self.theirs[name], {"memory": memory, **options})
             except outcore.BudgetError as e:
-                # A window that is gone back to with a long prompt may take a little more.
-                memory = int(1.15 * (e.smallest or 1))
+                # A window that is gone back to with a long prompt, and chunks that a text asks for, may take more.
+                memory = int(1.3 * (e.smallest or 1))
         raise AssertionError(f"{name}: what was said to be the smallest budget was refused")

@@ -35,6 +35,7 @@ import make_checkpoint
 import outcore
 import zoo
 from outcore.decode.preparation import Preparation, prepare
+from outcore.errors import PromptError
 from outcore.machine.memory import peak_rss, rss
 from outcore.plan.candidate import Candidate, Candidates
 from outcore.plan.model_size import ModelSize
@@ -294,10 +295,13 @@ def fill_all(args: argparse.Namespace) -> int:
         names = ",".join(zoo.RUNNABLE) if args.filled == "every" else args.filled
         for name, folder in folders(Path(root), names, args.shapes):
             for chunk in map(int, args.chunks.split(",")):
-                for row in filled(name, folder, args.budgets, args.context, chunk or None, args.dtype):
-                    row = row if row.model != str(folder) else replace(row, model=folder.name)
-                    rows.append(row)
-                    show(row)
+                try:
+                    for row in filled(name, folder, args.budgets, args.context, chunk or None, args.dtype):
+                        row = row if row.model != str(folder) else replace(row, model=folder.name)
+                        rows.append(row)
+                        show(row)
+                except PromptError as error:  # a context beyond the model's positions
+                    print(f"{name}: {error}", flush=True)
     streamed = [r for r in rows if r.slots]
     passed = [f"{r.model} at {r.at}" for r in rows if r.active + r.cached > r.planned]
     unused = [f"{r.model} at {r.at}" for r in streamed if r.of_budget < 0.9 and r.further]

@@ -124,6 +124,9 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
         raise PromptError(
             f"{held + length} prompt tokens and {max(max_tokens, 1)} new ones pass the context of {planned} tokens "
             f"that memory was planned for: load with context={wanted}"
+            if wanted > planned
+            else f"a prompt of {length} tokens passes the {session.size.prompt} that memory was planned for: "
+            f"load with prompt={length}"
         )
     if max_tokens > 0:
         return max_tokens
