@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -78,23 +78,26 @@ def _in_one_sweep(model: Any, chunks: list[list[int]], steps: list[int]) -> list
 HOLDINGS = ((0, True, False), (0, False, False), (0.5, True, False), (1, True, False), (0, False, True))
 """Shares of the layers in memory, whether the head is there, and whether within the smallest budget that works."""
 
+NONE_RESIDENT = HOLDINGS[1:2]
+BRIEF = HOLDINGS[1], HOLDINGS[4]
+"""Nothing resident: whole layers, one forward pass for all chunks; and in parts, a forward pass for each chunk."""
+
 
 def differences(
-    folder: Path, dtype: str | None = None, brief: bool = False, both: bool = True, **options: Any
+    folder: Path, dtype: str | None = None, holdings: Sequence[tuple[float, bool, bool]] = HOLDINGS, **options: Any
 ) -> tuple[list[str], list[Session]]:
     """What differs from mlx-lm at 0 %, 50 % and 100 % resident, as lines; and the sessions, for what they counted.
 
     0 % comes three times: with the head in memory, with that streamed as well, and last of all within the smallest
-    budget that works, for which layers are streamed in parts. Where it is to be ``brief``, only the latter two: whole
-    layers in one sweep, parts in a sweep for each chunk. Without ``both``, too, each is run in one of these two ways:
-    half of the layers and all parts in a sweep for each chunk.
+    budget that works, for which layers are streamed in parts. Each of all ``holdings`` computes a prompt in both ways,
+    each of fewer in one.
     """
     expected, chunked = resident_logits(folder, dtype)
     chunks, steps = (CHUNKS, STEPS) if chunked else (CHUNKS[:1], STEPS[:1])
     found: list[str] = []
     sessions: list[Session] = []
     layers = smallest = 0
-    for share, head, least in [h for h in HOLDINGS if not (brief and h[1])]:
+    for share, head, least in holdings:
         model, _ = load_model(
             folder,
             draft="none",
@@ -113,7 +116,7 @@ def differences(
             ways = [("a sweep a chunk", _by_sweeps)]
             if session.streaming is not None and not session.streaming.evaluates:
                 ways.append(("one sweep", _in_one_sweep))
-            if brief or not both:
+            if holdings is not HOLDINGS:
                 ways = ways[:1] if least or share else ways[-1:]
             for how, run in ways:
                 got = run(model, chunks, steps)
