@@ -3,7 +3,7 @@ drafts n-grams."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,14 +63,15 @@ def said(folder: Path, draft: str) -> tuple[list[int], str, int]:
         return tokens, session.drafting.name if session.drafting is not None else "", session.metrics.drafted
 
 
-def test_one_class_brings_a_kind_of_draft(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = said(demo_model, "none")[0]
+def test_one_class_brings_a_kind_of_draft(quick_models: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = quick_models(2)
+    plain = said(folder, "none")[0]
     bring(monkeypatch, Echo())
     monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(4, fixed=True))
-    tokens, name, drafted = said(demo_model, "echo:2")
+    tokens, name, drafted = said(folder, "echo:2")
     assert tokens == plain and name == "echo:2" and drafted > 0
     with pytest.raises(UsageError, match=r"draft ehco: no such folder; did you mean echo\? .* none, ngram, echo:TIMES"):
-        outcore.load_model(demo_model, draft="ehco", **OPTIONS)
+        outcore.load_model(folder, draft="ehco", **OPTIONS)
 
 
 def test_a_kind_that_nobody_brings_is_refused_by_name(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +94,15 @@ def test_without_the_package_one_line_says_what_is_missing(
 
 def test_without_the_package_auto_drafts_n_grams(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bring(monkeypatch)
-    tokens, name, _ = said(demo_model, "auto")
-    assert name == "ngram" and tokens == said(demo_model, "none")[0]
-    model, _ = outcore.load_model(demo_model, draft="none", **OPTIONS)
+    model, _ = outcore.load_model(demo_model, draft="auto", **OPTIONS)
+    with model.outcore as session:
+        assert session.drafting is not None and session.drafting.name == "ngram"
+
+
+def test_without_the_package_a_draft_model_is_refused(
+    quick_models: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bring(monkeypatch)
+    model, _ = outcore.load_model(quick_models(2), draft="none", **OPTIONS)
     with model.outcore, pytest.raises(UsageError, match="draft_model: needs the package outcore_drafts"):
         list(outcore.stream_generate(model, TokensOnly(), [3, 4], max_tokens=2, draft_model=nn.Linear(1, 1)))

@@ -77,13 +77,13 @@ def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return a[0] == b[0] and all(np.array_equal(x, y, equal_nan=True) for x, y in zip(a[1], b[1], strict=True))
 
 
-KINDS = ("llama", "gemma3_text", "qwen3_5", "llama4", "gpt_oss", "jamba", "longcat_flash", "rwkv7", "deepseek_v41")
-"""Plain caches, sliding windows, recurrent states alone and between others, chunks, several in one layer, shared."""
+KINDS = ("llama4", "gpt_oss", "jamba", "longcat_flash", "deepseek_v41")
+"""Plain caches, sliding windows, recurrent states between others, chunks, several in one layer, shared."""
 
 
 @pytest.mark.parametrize(
     ("model_type", "resident"),
-    [*((kind, 1) for kind in KINDS), ("qwen3_5", None)],
+    [*((kind, 1) for kind in KINDS), ("rwkv7", None)],
 )
 def test_every_kind_of_cache_comes_back_to_the_bit(
     model_type: str, resident: int | None, tmp_path: Path, tokenizer: Any
@@ -145,13 +145,12 @@ def test_a_prompt_that_was_answered_needs_no_sweep(served: Path, tokenizer: Any)
     plain.outcore.close()
 
 
-@pytest.mark.parametrize("draft", ["ngram", "self:3"])
-def test_drafts_know_the_whole_text(served: Path, tokenizer: Any, draft: str) -> None:
+def test_drafts_know_the_whole_text(served: Path, tokenizer: Any) -> None:
     ids = tokenizer.encode("for i in range(10):\n    print(i)\n" * 4)
     plain = opened(served, "off", resident=2, memory="60MB")
     expected = answer(plain, tokenizer, ids, 24)
     plain.outcore.close()
-    model = opened(served, resident=2, draft=draft, memory="60MB")
+    model = opened(served, resident=2, draft="ngram", memory="60MB")
     for found in (0, len(ids)):
         got = answer(model, tokenizer, ids, 24)
         assert (got[0], got[2]) == (expected[0], found)
@@ -177,9 +176,8 @@ def test_whoever_goes_on_with_a_cache_finds_the_text_in_it(served: Path, tokeniz
     model.outcore.close()
 
 
-@pytest.mark.parametrize("extra", [0, 20], ids=["whole", "part"])
 def test_a_prompt_that_fails_leaves_what_was_there(
-    served: Path, tokenizer: Any, extra: int, monkeypatch: pytest.MonkeyPatch
+    served: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error in its sweep, or in choosing its first token: nothing of it is in the caller's caches."""
     ids = TEXT[:90]
@@ -192,9 +190,7 @@ def test_a_prompt_that_fails_leaves_what_was_there(
 
     with pytest.raises(ZeroDivisionError):
         list(
-            outcore.stream_generate(
-                model, tokenizer, ids + TEXT[:extra], max_tokens=3, prompt_cache=cache, sampler=fails
-            )
+            outcore.stream_generate(model, tokenizer, ids + TEXT[:20], max_tokens=3, prompt_cache=cache, sampler=fails)
         )
     assert model.outcore.in_cache == 0 and all(c.empty() for c in cache)
     got = answer(model, tokenizer, ids, prompt_cache=cache)
@@ -320,7 +316,7 @@ def test_damaged_blocks_are_computed_again(served: Path, tokenizer: Any) -> None
     expected = answer(model, tokenizer, TEXT[:90])
     rng = random.Random(5)
     folder = model.outcore.prefix.blocks.folder
-    for _ in range(5):
+    for _ in range(2):
         path = rng.choice(sorted(folder.iterdir()))
         data = bytearray(path.read_bytes())
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -397,13 +393,13 @@ def _busy(number: int, queue: Any) -> None:
 def test_processes_share_files_without_a_word() -> None:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    workers = [context.Process(target=_busy, args=(n, queue)) for n in range(3)]
+    workers = [context.Process(target=_busy, args=(n, queue)) for n in range(2)]
     for worker in workers:
         worker.start()
     results = [queue.get(timeout=50) for _ in workers]
     for worker in workers:
         worker.join(20)
-    assert [worker.exitcode for worker in workers] == [0] * 3
+    assert [worker.exitcode for worker in workers] == [0] * 2
     assert sum(wrong for wrong, _ in results) == 0 and sum(read for _, read in results) > 10
     kept = BlockFiles("model-0000000000000000-00000000", 60_000)
     kept.drop()
@@ -449,12 +445,11 @@ def test_bounded_caches_that_somebody_brings_are_nobody_elses(tmp_path: Path, to
     model.outcore.close()
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_the_callers_own_caches_are_filled(kind: Any, served: Path, tokenizer: Any) -> None:
+def test_the_callers_own_caches_are_filled(served: Path, tokenizer: Any) -> None:
     model = opened(served, resident=2)
     expected = answer(model, tokenizer, TEXT[:90], prompt_cache=make_prompt_cache(model))
     mine = make_prompt_cache(model)
-    assert same(answer(model, tokenizer, TEXT[:90], prompt_cache=kind(mine)), expected)
+    assert same(answer(model, tokenizer, TEXT[:90], prompt_cache=tuple(mine)), expected)
     assert mine[3].offset == model.outcore.in_cache == 96
     model.outcore.close()
 
