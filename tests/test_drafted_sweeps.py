@@ -90,7 +90,7 @@ def assert_bits(told: Sequence[Any], want: Sequence[tuple[int, mx.array]]) -> No
 
 @pytest.mark.parametrize(
     ("model_type", "draft"),
-    [("llama", "ngram"), ("qwen3_5", "self:4"), ("gemma3_text", "self:4"), ("gpt_oss", "self:4")],
+    [("llama", "ngram"), ("qwen3_5", "self:4"), ("gpt_oss", "self:4")],
 )
 def test_every_text_has_the_bits_that_it_has_alone(model_type: str, draft: str, tmp_path: Path) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
@@ -150,14 +150,13 @@ def test_nothing_is_drafted_behind_an_end_or_beyond_what_was_asked_for(tmp_path:
         engine.close()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5"])
-def test_who_leaves_goes_on_elsewhere_with_what_its_caches_hold(model_type: str, tmp_path: Path) -> None:
-    """Taken out after each number of steps, in the middle of what a sweep brought."""
-    folder = zoo.save_checkpoint(model_type, tmp_path / "model")
+def test_a_text_that_leaves_goes_on_elsewhere_with_what_its_caches_hold(tmp_path: Path) -> None:
+    """Taken out in the middle of what a forward pass brought."""
+    folder = zoo.save_checkpoint("qwen3_5", tmp_path / "model")
     want = plainly(folder, PROMPTS[:2], [20, 20])
     model, _ = outcore.load_model(folder, resident=1, context=64, draft="self:8", memory="200MB", **ONE)
     with model.outcore:
-        for steps in range(2, 12, 3):
+        for steps in (2, 8):
             engine = Noted(model, prefill_step=4)
             for uid in (0, 1):
                 engine.add(Request(uid, PROMPTS[uid], 20, scores=True))
@@ -201,7 +200,7 @@ def test_a_read_that_fails_takes_those_under_way_and_nobody_later(tmp_path: Path
 
         both(Noted(model, prefill_step=4))
         per_run, failed = calls, 0
-        for at in range(3, per_run, max(1, per_run // 7)):
+        for at in range(3, per_run, max(1, per_run // 3)):
             calls, fails = 0, at
             engine = Noted(model, prefill_step=4)
             done = both(engine)
@@ -213,7 +212,7 @@ def test_a_read_that_fails_takes_those_under_way_and_nobody_later(tmp_path: Path
             for uid in (0, 1):
                 assert_bits(engine.told[uid], want[uid])
             engine.close()
-        assert failed >= 6
+        assert failed >= 2
 
 
 @pytest.mark.parametrize("drafted", [True, False])
@@ -227,7 +226,7 @@ def test_after_an_interrupt_in_a_sweep_the_same_texts_go_on(
     model, _ = outcore.load_model(folder, resident=1, context=64, draft="self:4", memory="200MB", **ONE)
     with model.outcore as session:
         after = Interrupts(session)
-        for at in (2, 5, 8, 11, 14, 17):
+        for at in (2, 8, 14):
             engine, tokens = Scheduler(model, prefill_step=4), dict[int, list[int]]({0: [], 1: []})
             after.left = at
             for uid, most in enumerate((9, 12)):
@@ -255,7 +254,7 @@ def test_the_budget_holds_for_texts_with_what_drafts(quick_models: Callable[...,
         assert session.streaming is not None
         engine = Noted(model, prefill_step=4)
         mx.reset_peak_memory()
-        done = write(engine, {0: [Request(i, PROMPTS[i], 40) for i in range(2)], 3: [Request(2, PROMPTS[2], 30)]})
+        done = write(engine, {0: [Request(i, PROMPTS[i], 16) for i in range(2)], 3: [Request(2, PROMPTS[2], 12)]})
         assert not done.failed and SpeculativeDecoder in engine.kinds and session.metrics.accepted > 0
         assert mx.get_peak_memory() <= session.plan.peak_bytes <= 22_000_000
         engine.close()
@@ -267,7 +266,7 @@ def test_states_to_go_back_to_take_what_the_budget_leaves_together(quick_models:
     with model.outcore as session:
         engine = Noted(model, prefill_step=4)
         seen = set()
-        for step in range(24):
+        for step in range(14):
             if step % 3 == 0 and step < 12:
                 engine.add(Request(step, PROMPTS[0], 40))
             engine.step()
@@ -315,7 +314,7 @@ def test_who_is_left_alone_has_room_for_its_drafts_and_no_more_than_the_budget(
     """Layers came back while two short ones shared sweeps without drafts."""
     folder, options = quick_models(8, attention=2), ONE | {"context": 512}
     smallest = prepare(folder, memory="1GB", draft="ngram", **options).planning.smallest
-    for share in (1.0, 1.2, 1.4, 1.6):
+    for share in (1.0, 1.4):
         model, _ = outcore.load_model(folder, memory=int(share * smallest), draft="ngram", **options)
         with model.outcore as session:
             engine = Noted(model, prefill_step=4)
@@ -336,7 +335,7 @@ def test_who_has_no_room_for_drafts_shares_sweeps_without(quick_models: Callable
     model, _ = outcore.load_model(folder, memory="22MB", context=64, draft="self:4", **ONE)
     with model.outcore as session:
         engine = Noted(model, prefill_step=4)
-        done = write(engine, {0: [Request(i, PROMPTS[i % 5], 8) for i in range(24)]})
+        done = write(engine, {0: [Request(i, PROMPTS[i % 5], 4) for i in range(24)]})
         assert not done.failed and len(done.tokens) == 24
         assert BatchDecoder in engine.kinds
         assert session.plan.peak_bytes <= 22_000_000
@@ -406,7 +405,7 @@ def test_a_step_that_was_made_when_a_signal_came_is_not_lost(texts: int, tmp_pat
     model, _ = outcore.load_model(folder, resident=1, context=64, draft="self:8", memory="200MB", **ONE)
     with model.outcore as session:
         inner = session.exclusive
-        for at in range(1, 7):
+        for at in (1, 2, 4):
             for taken in (None, 0):
                 engine, interrupted, steps = Noted(model, prefill_step=4), False, 0
                 for uid in range(texts):
