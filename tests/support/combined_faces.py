@@ -33,7 +33,7 @@ from outcore_compat.mlx_lm import apply_patch
 
 LARGE = "2GB"
 PREFIX = ("prefix_cold", "prefix_warm", "prefix_restart")
-BLOCK = 64
+BLOCK = 16
 """Tokens of a block of the prefix cache, here: what 512 take is the same, and longer."""
 
 
@@ -60,15 +60,16 @@ class Place:
     def texts(self) -> list[Text]:
         """What is asked."""
         case = self.case
-        length = BLOCK + 18 if case.context in PREFIX else 300 if case.context == "kv_disk" else 24
-        tokens = 16 if exact(case) else 32
+        length = BLOCK + 10 if case.context in PREFIX else 264 if case.context == "kv_disk" else 24
+        tokens = 8 if exact(case) else 16
         alone = case.face in ("generate", "patch") and case.context in PREFIX and exact(case)
-        count = 1 if alone else {"batch": 3, "ranks": 1}.get(case.face, 2)
+        alone |= case.context == "kv_disk"
+        count = {"batch": 3, "ranks": 1}.get(case.face, 1 if alone else 2)
         if case.face == "session":
             more = [Text(prompt_of(9, salt), tokens, True) for salt in (1, 2)]
             return [Text(prompt_of(length, 0), tokens, True), *more]
         # A client who is alone at last is drafted for.
-        longer = 12 if case.face == "server" else 0
+        longer = 8 if case.face == "server" else 0
         return [Text(prompt_of(length - 3 * n, n), tokens + longer * n) for n in range(count)]
 
     @property

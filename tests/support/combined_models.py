@@ -30,15 +30,16 @@ VOCABULARY = 16
 """Tokens: few, so that a text's own repetitions are many."""
 
 LONG = {"max_position_embeddings": 2048, "vocab_size": VOCABULARY}
+THREE = LONG | {"num_hidden_layers": 3}
 
 # A latent head's widths, which may be no less than a group of keys: twice as fast as the zoo's.
 NARROW = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "num_attention_heads": 2}
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("mimo", LONG | {"num_attention_heads": 2, "num_key_value_heads": 1}),
-    "sliding": ("gemma3_text", LONG),
+    "dense": ("mimo", THREE | {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    "sliding": ("gemma3_text", THREE),
     "hybrid": ("qwen3_5", {"text_config": LONG, "vocab_size": VOCABULARY}),
-    "mla": ("deepseek_v3", LONG | NARROW | {"first_k_dense_replace": 4, "qk_rope_head_dim": 32}),
+    "mla": ("deepseek_v3", THREE | NARROW | {"first_k_dense_replace": 3, "qk_rope_head_dim": 32}),
     "moe": ("glm4_moe", LONG | {"n_routed_experts": 8}),
 }
 """mlx-lm's type of each kind, and what differs from the zoo's configuration: heads as wide as a group of keys that
