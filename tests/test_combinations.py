@@ -16,7 +16,6 @@ from combined_reference import Reference
 from combined_runs import EQUAL, REFUSED, run
 from rank_processes import WaitingRanks
 
-
 OTHER_BITS = {"2bit", "3bit", "5bit", "6bit", "8bit"}
 
 

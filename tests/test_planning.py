@@ -27,7 +27,7 @@ from outcore.sizes import format_size
 from stand_ins import TokensOnly
 
 PROMPT = [3 + (7 * i) % 90 for i in range(40)]
-TOKENS = 24
+TOKENS = 8
 CONTEXT = len(PROMPT) + TOKENS
 
 
@@ -54,8 +54,8 @@ def load(folder: Path, memory: int | str, draft: str) -> Any:
 @pytest.mark.parametrize(
     ("model", "draft"),
     [
-        *(("qwen3_5", draft) for draft in ("auto", "self:4", "other")),
-        ("llama", "none"),
+        ("qwen3_5", "auto"),
+        ("qwen3_5", "other"),
         ("gemma3_text", "self:4"),
     ],
 )
@@ -210,6 +210,6 @@ def test_a_larger_budget_is_not_planned_to_be_slower(context: int, quick_model: 
     """Where the head leaves room for parts of layers alone, whole layers have its memory, and it is streamed."""
     seconds = [
         outcore.plan_model(str(quick_model), memory=memory, context=context, prompt=3, draft="none").token_s
-        for memory in range(8_600_000, 13_000_000, 400_000)
+        for memory in range(8_600_000, 13_000_000, 800_000)
     ]
     assert all(after <= before * 1.05 for before, after in pairwise(seconds)), seconds

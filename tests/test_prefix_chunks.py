@@ -77,12 +77,12 @@ def test_a_second_run_finds_what_the_first_one_kept(
             assert all(np.array_equal(a, b) for a, b in zip(warm[1], cold[1], strict=True))
 
 
-def test_a_server_finds_what_it_kept(served: Path) -> None:
+def test_a_server_finds_what_it_kept(quick_models: Callable[[int], Path]) -> None:
     ask = GenerationRequest(prompt="def add(a, b):\n    return a + b\n" * 60, max_tokens=2)
     load = LoadOptions(memory="20MB", context=1200, prompt=1100, draft="none", govern=False, prefix_cache="on")
     found = []
     for _ in range(2):
-        service = ModelService(Shelf([str(served)]), ServiceOptions(load))
+        service = ModelService(Shelf([str(quick_models(2))]), ServiceOptions(load))
         try:
             events = asyncio.run(heard(service, ask))
         finally:
@@ -91,10 +91,10 @@ def test_a_server_finds_what_it_kept(served: Path) -> None:
     assert found[0][0] > 512 and [cached for _, cached in found] == [0, found[0][0]]
 
 
-def test_a_server_keeps_prompts_that_are_computed_beside_others(served: Path) -> None:
+def test_a_server_keeps_prompts_that_are_computed_beside_others(quick_models: Callable[[int], Path]) -> None:
     stream, ask = (
-        GenerationRequest(prompt="import os", max_tokens=400),
-        GenerationRequest(prompt=tuple(TEXT + TEXT[:500]), max_tokens=4),
+        GenerationRequest(prompt="import os", max_tokens=150),
+        GenerationRequest(prompt=tuple(TEXT), max_tokens=4),
     )
     load = LoadOptions(
         memory="400MB",
@@ -105,7 +105,7 @@ def test_a_server_keeps_prompts_that_are_computed_beside_others(served: Path) ->
         prefill_step_size=64,
         dtype="float32",
     )
-    service = ModelService(Shelf([str(served)]), ServiceOptions(load))
+    service = ModelService(Shelf([str(quick_models(2))]), ServiceOptions(load))
 
     async def beside() -> list[Event]:
         other, there = service.answer(stream), False
@@ -124,7 +124,7 @@ def test_a_server_keeps_prompts_that_are_computed_beside_others(served: Path) ->
         again = found(asyncio.run(heard(service, ask)))
     finally:
         service.close()
-    assert first[1] == 0 and again[0] == first[0] and again[1] >= 1024
+    assert first[1] == 0 and again[0] == first[0] and again[1] >= 512
 
 
 @pytest.mark.parametrize(("step", "noted"), [(None, False), (64, False), (100, True), (2048, True)])
@@ -136,18 +136,22 @@ def test_a_chunk_that_was_asked_for_and_ends_where_no_block_does_is_noted(
         assert any("prefix_cache" in note for note in session.notes) == noted
 
 
-def test_where_memory_is_too_small_to_keep_a_prompt_it_is_answered_and_noted(served: Path) -> None:
+def test_where_memory_is_too_small_to_keep_a_prompt_it_is_answered_and_noted(
+    quick_models: Callable[[int], Path],
+) -> None:
     """By ``generate`` and by a server, which has the prefix cache on unless told otherwise."""
     load: dict[str, Any] = {"context": 700, "draft": "none", "govern": False, "resident": 0, "head_resident": False}
-    load["memory"] = outcore.plan_model(str(served), **load).smallest_budget_bytes
+    load["memory"] = outcore.plan_model(str(quick_models(2)), **load).smallest_budget_bytes
     ids = tuple(TEXT)
     answers = []
     for prefix_cache in ("off", "on"):
-        model, tokenizer = outcore.load(str(served), **load, prefix_cache=prefix_cache)
+        model, tokenizer = outcore.load(str(quick_models(2)), **load, prefix_cache=prefix_cache)
         with model.outcore as session:
             answers.append(outcore.generate(model, tokenizer, list(ids), max_tokens=4))
             assert any("is not stored" in note for note in session.notes) == (prefix_cache == "on")
-        service = ModelService(Shelf([str(served)]), ServiceOptions(LoadOptions(**load, prefix_cache=prefix_cache)))
+        service = ModelService(
+            Shelf([str(quick_models(2))]), ServiceOptions(LoadOptions(**load, prefix_cache=prefix_cache))
+        )
         try:
             events = asyncio.run(heard(service, GenerationRequest(prompt=ids, max_tokens=4)))
         finally:
@@ -157,8 +161,8 @@ def test_where_memory_is_too_small_to_keep_a_prompt_it_is_answered_and_noted(ser
 
 
 @pytest.mark.parametrize("prefix_cache", ["on", "off"])
-def test_batches_say_that_they_keep_no_prompts(prefix_cache: str, served: Path) -> None:
-    model, tokenizer = outcore.load(str(served), memory="60MB", prefix_cache=prefix_cache, draft="none")
+def test_batches_say_that_they_keep_no_prompts(prefix_cache: str, quick_models: Callable[[int], Path]) -> None:
+    model, tokenizer = outcore.load(str(quick_models(2)), memory="60MB", prefix_cache=prefix_cache, draft="none")
     with model.outcore as session:
         outcore.batch_generate(model, tokenizer, [TEXT[:9], TEXT[:5]], max_tokens=2)
         assert any("prefix cache" in note for note in session.notes) == (prefix_cache == "on")
