@@ -45,11 +45,6 @@ Answer = list[tuple[int, mx.array]]
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return zoo.save_checkpoint("llama", tmp_path_factory.mktemp("kv") / "llama")
-
-
-@pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All of its layers have full attention."""
     return zoo.save_checkpoint("qwen3", tmp_path_factory.mktemp("kv") / "qwen3")
@@ -59,7 +54,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """So many of them that keys and values of one layer at a time take much less than all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | {"num_hidden_layers": 12})
+        patch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | {"num_hidden_layers": 8})
         return zoo.save_checkpoint("qwen3", tmp_path_factory.mktemp("kv") / "deep")
 
 
@@ -115,6 +110,11 @@ def kv_reads(model: Any, monkeypatch: pytest.MonkeyPatch, seen: Callable[[int], 
     monkeypatch.setattr(reader._calls, "preadv", preadv)
 
 
+@kept
+def plain_texts(folder: Path) -> list[Answer]:
+    return three_texts(folder, "off")
+
+
 def three_texts(folder: Path, kv_disk: str, **options: Any) -> list[Answer]:
     """A prompt, another one behind it, and a third after some was taken back."""
     load = {k: options.pop(k) for k in ("resident", "memory", "io", "head_resident") if k in options}
@@ -127,8 +127,8 @@ def three_texts(folder: Path, kv_disk: str, **options: Any) -> list[Answer]:
         return found
 
 
-TYPES = ["llama", "qwen3_5", "deepseek_v3", "falcon_h1", "gemma4", "deepseek_v32", "gpt2", "minimax_m3_vl", "afm7"]
-"""Full and sliding attention, a hybrid, latent attention, lists of caches, keys shared by layers."""
+TYPES = ["qwen3_5", "falcon_h1", "gemma4", "deepseek_v32", "afm7"]
+"""A hybrid, lists of caches, full and sliding attention, latent attention, keys shared by layers."""
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -138,8 +138,7 @@ def test_bits_are_those_of_keys_and_values_in_memory(model_type: str, tmp_path: 
     assert len(a) == len(b) and all(map(equal, a, b))
 
 
-@pytest.mark.parametrize("start", [0, TOKENS + 2])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "start"), [(4, 0), (8, TOKENS + 2)])
 def test_bits_of_quantized_keys_and_values(full: Path, bits: int, start: int) -> None:
     options = {"kv": KvBits(bits, 32, start, MLX_LM_STEP)}
     assert all(map(equal, three_texts(full, "off", **options), three_texts(full, "on", **options)))
@@ -147,7 +146,7 @@ def test_bits_of_quantized_keys_and_values(full: Path, bits: int, start: int) ->
 
 @pytest.mark.parametrize(
     "load",
-    [{"resident": 2}, {"io": "cached"}, {"memory": "1MB"}, {"head_resident": False}],
+    [{"resident": 2, "io": "cached"}, {"memory": "1MB"}],
     ids=lambda o: next(iter(o)),
 )
 def test_bits_with_some_layers_resident_in_parts_and_through_the_page_cache(full: Path, load: dict[str, Any]) -> None:
@@ -155,7 +154,7 @@ def test_bits_with_some_layers_resident_in_parts_and_through_the_page_cache(full
         with pytest.raises(BudgetError) as refused, opened(full, **load, resident=None):
             pass
         load = {"memory": refused.value.smallest, "resident": None}
-    assert all(map(equal, three_texts(full, "off"), three_texts(full, "on", **load)))
+    assert all(map(equal, plain_texts(full), three_texts(full, "on", **load)))
 
 
 def test_each_token_reads_whole_blocks_of_all_its_layers_once(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,10 +171,8 @@ def test_each_token_reads_whole_blocks_of_all_its_layers_once(full: Path, monkey
         assert 3 * 256 * each <= sum(read) <= 6 * 256 * each
 
 
-@pytest.mark.parametrize(("first", "second", "start"), [(TOKENS, 20, 310), (TOKENS, 100, 350), (9, 2, 20)])
-def test_bits_of_caches_that_are_quantized_between_the_passes_of_a_sweep(
-    full: Path, first: int, second: int, start: int
-) -> None:
+@pytest.mark.parametrize(("first", "second", "start"), [(TOKENS, 100, 350)])
+def test_bits_of_caches_that_are_quantized_between_chunks(full: Path, first: int, second: int, start: int) -> None:
     def texts(where: str) -> list[Answer]:
         options = {"kv": KvBits(8, 32, start, MLX_LM_STEP)}
         with opened(full, where, context=800) as model:
@@ -216,8 +213,8 @@ def test_drafts_are_verified_against_keys_and_values_on_disk(short_model: Path) 
         options |= {"memory": "1GB", "resident": 0, "slots": 2, "dtype": "float32"}
         model, tokenizer = outcore.load(str(short_model), **options)
         with model.outcore:
-            prompt = tokenizer.encode("def f(x):\n    return x + 1\n\n" * 24)
-            found = outcore.stream_generate(model, tokenizer, prompt, 12, prompt_cache=make_prompt_cache(model))
+            prompt = tokenizer.encode("def f(x):\n    return x + 1\n\n" * 20)
+            found = outcore.stream_generate(model, tokenizer, prompt, 8, prompt_cache=make_prompt_cache(model))
             tokens = [(r.token, r.from_draft) for r in found]
             assert (model.outcore.plan.kv_slot > 0) == (options["kv_disk"] == "on")
             assert model.outcore.metrics.drafted > 0 or options["draft"] == "none"
@@ -244,12 +241,11 @@ def in_memory(full: Path) -> list[Answer]:
 @kept
 def long_in_memory(full: Path) -> Answer:
     with opened(full, "off") as model:
-        return answer(model, make_prompt_cache(model), ids(TOKENS), 300)
+        return answer(model, make_prompt_cache(model), ids(TOKENS), 240)
 
 
-@pytest.mark.parametrize("at", [0, 5, 11])
-@pytest.mark.parametrize("prompt", [True, False])
-def test_after_an_exception_in_the_middle_of_a_sweep_caches_are_what_they_were(
+@pytest.mark.parametrize(("prompt", "at"), [(True, 5), (False, 0), (False, 11)])
+def test_after_an_exception_in_the_middle_of_a_pass_caches_are_what_they_were(
     full: Path, at: int, prompt: bool
 ) -> None:
     expected = in_memory(full)
@@ -305,12 +301,11 @@ def test_a_read_that_fails_changes_nothing(full: Path, monkeypatch: pytest.Monke
         assert all(map(equal, expected, found))
 
 
-@pytest.mark.parametrize("after", [0, 15])
-def test_a_full_disk_ends_the_answer_and_nothing_else(full: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+def test_a_full_disk_ends_the_answer_and_nothing_else(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the prompt, and in the answer's first whole block."""
     expected = long_in_memory(full)
     with opened(full, context=TOKENS + 300) as model:
-        cache, left, real = make_prompt_cache(model), [after], Scratch.write
+        cache, left, real = make_prompt_cache(model), [15], Scratch.write
 
         def write(self: Scratch, offset: int, data: memoryview) -> None:
             if not left[0]:
@@ -381,7 +376,7 @@ def test_a_cache_of_another_model_that_keeps_its_own_on_disk(full: Path) -> None
         assert equal(expected, answer(other, fresh, ids(3, 9)))
 
 
-@pytest.mark.parametrize("how", ["keys", "values", "pickle", "copy"])
+@pytest.mark.parametrize("how", ["keys", "pickle", "copy"])
 def test_a_cache_on_disk_is_changed_and_copied_as_one_in_memory(full: Path, how: str) -> None:
     def texts(where: str) -> list[Answer]:
         with opened(full, where, context=900) as model:
@@ -495,11 +490,11 @@ def test_a_text_that_outgrows_memory_goes_on_on_disk(deep: Path) -> None:
     def text(memory: int | str, **options: Any) -> tuple[list[int], bool]:
         model, tokenizer = outcore.load(str(deep), memory=memory, context=64, prompt=8, draft="none", **options)
         with model.outcore as session:
-            found = outcore.stream_generate(model, tokenizer, ids(900), 4, prompt_cache=make_prompt_cache(model))
+            found = outcore.stream_generate(model, tokenizer, ids(420), 3, prompt_cache=make_prompt_cache(model))
             return [r.token for r in found], session.plan.kv_slot > 0
 
     with pytest.raises(BudgetError) as least:
-        outcore.load_model(deep, memory="100KB", context=950, prompt=900, draft="none")
+        outcore.load_model(deep, memory="100KB", context=460, prompt=420, draft="none")
     assert least.value.smallest is not None
     memory = int(least.value.smallest * 1.02)
     with pytest.raises(BudgetError, match="does not fit"):
@@ -540,16 +535,16 @@ def test_what_cannot_be_meant_is_refused(full: Path, tmp_path: Path) -> None:
         pass
 
 
-def test_a_folder_that_cannot_be_is_refused(quick_model: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_is_refused(full: Path, tmp_path: Path) -> None:
     """Whether or not anything would lie there; and one that can be is not made before it is needed."""
     (tmp_path / "file").write_text("")
     for path, why in (("file", "it is not a folder"), ("no/kv", f"there is no folder {tmp_path / 'no'} to make it in")):
         with pytest.raises(
             StoreError, match=re.escape(f"{tmp_path / path}: keys and values cannot be stored there: {why}")
         ):
-            prepare(quick_model, memory="1GB", kv_dir=tmp_path / path)
-    prepare(quick_model, memory="1GB", kv_dir=tmp_path / "kv")
-    prepare(quick_model, memory="1GB", kv_dir=tmp_path / "no/kv", kv_disk="off")
+            prepare(full, memory="1GB", kv_dir=tmp_path / path)
+    prepare(full, memory="1GB", kv_dir=tmp_path / "kv")
+    prepare(full, memory="1GB", kv_dir=tmp_path / "no/kv", kv_disk="off")
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith("outcore")) == ["file"]
 
 

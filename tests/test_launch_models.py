@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -48,13 +49,13 @@ def by_one(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_several_ranks_give_one_ranks_text(spoken: Path, capsys: Any) -> None:
     """Of three ranks, and without drafts, test_ranks.py."""
     more = ["--memory", "80MB", "--draft", "self:3", "--temp", "1"]
-    words = ["generate", "--model", str(spoken), *ASK, "-m", "30", *more, "--json"]
+    words = ["generate", "--model", str(spoken), *ASK, "-m", "8", *more, "--json"]
     alone = by_one(capsys, *words)
     shared = outcore("launch", "--hosts", "local", "-n", "2", "--", *words)
     assert shared.returncode == 0, shared.stderr
     # Standard output holds one line: of the first rank.
     one, several = json.loads(alone), json.loads(shared.stdout)
-    assert several["tokens"] == one["tokens"] and len(one["tokens"]) == 30
+    assert several["tokens"] == one["tokens"] and len(one["tokens"]) == 8
     # What the first line tells is not told again.
     assert "layers are this machine's" not in shared.stderr
     assert several["draft"] == one["draft"]
@@ -65,13 +66,11 @@ def test_several_ranks_give_one_ranks_text(spoken: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("first", ["a"])
-def test_a_quiet_launcher_tells_what_went_wrong_and_nothing_else(first: str, spoken: Path, tmp_path: Path) -> None:
+def test_a_quiet_launcher_prints_only_what_went_wrong(first: str, spoken: Path, tmp_path: Path) -> None:
     words = ["launch", *behind(tmp_path, [first, "local"]), "--quiet", "--", "generate"]
     words += ["--model", str(spoken), *ASK]
-    done = outcore(*words, "-m", "2")
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.strip()
     refused = outcore(*words, "-m", "0")
-    assert refused.returncode == 2 and "--max-tokens 0: give at least 1" in refused.stderr
+    assert refused.returncode == 2 and refused.stdout == "" and "--max-tokens 0: give at least 1" in refused.stderr
 
 
 @pytest.mark.parametrize("first", ["local"])
@@ -150,20 +149,19 @@ def test_a_run_that_is_disturbed_ends_on_all_ranks(sign: signal.Signals, spoken:
     assert not alive
 
 
-def test_several_ranks_hold_one_conversation(spoken: Path) -> None:
-    words = ["chat", "--model", str(spoken), "--memory", "24MB", "--max-tokens", "12", "--seed", "1", "--json"]
+def test_several_ranks_hold_one_conversation(spoken: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["chat", "--model", str(spoken), "--memory", "24MB", "--max-tokens", "4", "--seed", "1", "--json"]
     said = "def read_lines(path):\n\nclass Reader:\nh\n"
     run = {"input": said, "capture_output": True, "text": True, "timeout": 120}
-    one, several = (
-        subprocess.run([sys.executable, "-m", "outcore", *before, *words], **run)
-        for before in ([], ["launch", "--hosts", "local,local", "--"])
-    )
-    assert one.returncode == several.returncode == 0, several.stderr
-    alone, shared = json.loads(one.stdout.splitlines()[-1]), json.loads(several.stdout.splitlines()[-1])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+    alone = json.loads(by_one(capsys, *words).splitlines()[-1])
+    several = subprocess.run([sys.executable, "-m", "outcore", "launch", "--hosts", "local,local", "--", *words], **run)
+    assert several.returncode == 0, several.stderr
+    shared = json.loads(several.stdout.splitlines()[-1])
     assert len(alone["turns"]) == 2 and shared["tokens"] == alone["tokens"]
     assert several.stderr.count("2 machines share the layers") == 1 and "layers are this" not in several.stderr
     # What is refused is not offered.
-    assert "/save" in one.stderr and "h this help" in several.stderr and "/save" not in several.stderr
+    assert "h this help" in several.stderr and "/save" not in several.stderr
 
 
 def test_whoever_types_to_a_first_rank_elsewhere_sees_that_it_starts_and_what_to_type(
@@ -233,22 +231,11 @@ CHAT = """
 import os, sys
 from outcore.cli import answers
 from outcore.cli.main import main
-from outcore.errors import StoreError
 
 rank, how = os.environ["MLX_RANK"], sys.argv[1]
 words = sys.argv[2:]
 if how == "unequal" and rank == "1":
     answers.most_tokens = lambda *_: 7
-if how == "broken" and rank == "1":
-    plain = answers.stream_generate
-
-    def broken(*args, **kwargs):
-        for n, response in enumerate(plain(*args, **kwargs)):
-            if n == 3:
-                raise StoreError("the disk is full")
-            yield response
-
-    answers.stream_generate = broken
 sys.exit(main(words))
 """
 
@@ -266,13 +253,6 @@ def test_an_answer_is_as_long_as_all_ranks_have_room_for(spoken: Path) -> None:
     assert done.returncode == 0, done.stderr
     turns = json.loads(done.stdout.splitlines()[-1])["turns"]
     assert [len(turn["tokens"]) for turn in turns] == [7, 7]
-
-
-def test_a_rank_that_cannot_go_on_with_an_answer_ends_all(spoken: Path) -> None:
-    began = time.monotonic()
-    done = chat_on_two(spoken, "broken", "def read_lines(path):\n" * 2)
-    assert done.returncode == 1 and time.monotonic() - began < 30
-    assert "rank 1 (local): the disk is full" in done.stderr or "rank 1 (local): outcore chat: the disk" in done.stderr
 
 
 def test_ctrl_c_ends_an_answer_of_all_ranks_and_not_the_conversation(spoken: Path) -> None:
