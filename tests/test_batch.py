@@ -253,14 +253,11 @@ def test_a_seed_is_repeatable_and_no_seed_is_not() -> None:
 
 
 PEAKS: list[tuple[str, dict[str, Any], int, int]] = [
-    ("short", {"resident": 0}, 9, 4),
-    ("short", {"resident": 3}, 9, 4),
     ("short", {"resident": 4, "head_resident": False}, 9, 4),
     ("short", {"resident": 2, "prefill_step_size": 16}, 33, 3),
     ("short", {}, 9, 4),
     # Caches that grow past their first 256 tokens while others join.
     ("gemma3_text", {"resident": 1}, 250, 14),
-    ("llama", {"resident": 1}, 250, 14),
     ("llama", {"resident": 4}, 250, 14),
 ]
 

@@ -175,7 +175,7 @@ def same(model: Any, expected: list[tuple[int, mx.array]]) -> bool:
 
 @pytest.mark.parametrize(
     "model_type",
-    ["qwen3_5", "falcon_h1", "deepseek_v3", "nanbeige"],  # the last calls its layers twice
+    ["qwen3_5", "deepseek_v3", "nanbeige"],  # the last calls its layers twice
 )
 def test_answers_are_the_same_bits(model_type: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", model_type)

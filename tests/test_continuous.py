@@ -306,8 +306,8 @@ def test_a_model_that_is_all_in_memory_is_not_streamed_for_company(quick_model: 
     with model.outcore as session:
         assert session.streaming is None
         engine = Scheduler(model)
-        done = write(engine, {0: [Request(i, [5 + i] * 9, 5) for i in range(32)]})
-        assert all(len(tokens) == 5 for tokens in done.tokens.values()) and len(done.tokens) == 32
+        done = write(engine, {0: [Request(i, [5 + i] * 9, 3) for i in range(32)]})
+        assert all(len(tokens) == 3 for tokens in done.tokens.values()) and len(done.tokens) == 32
         assert session.streaming is None and session.plan.peak_bytes <= session.plan.budget_bytes
         assert 1 < done.most < 32
         engine.close()

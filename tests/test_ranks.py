@@ -54,7 +54,7 @@ def test_layers_that_follow_each_other_on_three_ranks(llama: Path) -> None:
     expected, _ = rank_work.text(None, llama, TOKENS)
     three = RankProcesses(3)
     try:
-        for options in ({}, {"in_turn": False}, {"in_turn": False, "resident": 0}, {"resident": 0}):
+        for options in ({"in_turn": False}, {"resident": 0}):
             found = three.run(rank_work.with_options, llama, TOKENS, options)
             assert found[0][0] == expected, options
             assert sum(did["layers"] for _, did in found) == 4

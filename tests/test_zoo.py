@@ -36,9 +36,7 @@ def test_logits_are_finite_and_tell_tokens_and_positions_apart(model_type: str) 
     assert logits.std(axis=1).min().item() > 1e-3
 
 
-@pytest.mark.parametrize(
-    "model_type", ["afm7", "baichuan_m1", "deepseek_v3", "gemma3n", "kimi_k3", "mamba2", "qwen3_5"]
-)
+@pytest.mark.parametrize("model_type", ["baichuan_m1", "deepseek_v3", "mamba2"])
 def test_a_saved_model_loads_and_computes_what_it_did_in_memory(model_type: str, tmp_path: Path) -> None:
     """test_equality.py loads those of all types, and compares with what mlx-lm computes there."""
     model, config = load_model(zoo.save_checkpoint(model_type, tmp_path / "model"))
@@ -51,9 +49,8 @@ AFFINE, MXFP4 = {"group_size": 64, "bits": 4}, {"group_size": 32, "bits": 4, "mo
 
 @pytest.mark.parametrize(
     ("model_type", "quantize"),
-    [("afm7", AFFINE), ("deepseek_v3", MXFP4), ("gemma3n", AFFINE), ("gpt_oss", MXFP4), ("kimi_linear", AFFINE),
-     ("llama", MXFP4), ("qwen3_5", AFFINE)],
-)  # fmt: skip
+    [("deepseek_v3", MXFP4), ("gpt_oss", MXFP4), ("kimi_linear", AFFINE)],
+)
 def test_quantized_checkpoints_load(model_type: str, quantize: dict[str, int | str], tmp_path: Path) -> None:
     model, config = load_model(zoo.save_checkpoint(model_type, tmp_path / "model", quantize=quantize))
     packed = [path for path, array in tree_flatten(model.parameters()) if array.dtype == mx.uint32]
