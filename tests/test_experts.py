@@ -78,7 +78,7 @@ def logits(model: Any, passes: list[int]) -> npt.NDArray[np.float32]:
     return np.concatenate(found)
 
 
-PASSES = [20, *[1] * 4, 3, 12, *[1] * 4]
+PASSES = [20, 1, 1, 3, 12, 1, 1]
 
 
 def held(folder: Path, experts: int, **options: Any) -> Any:
@@ -129,9 +129,7 @@ def test_quantizations_with_scales_of_their_own(mode: str, tmp_path: Path) -> No
     model.outcore.close()
 
 
-@pytest.mark.parametrize(
-    ("experts", "io"), [(1, "direct"), (3, "cached"), (6, "direct"), (15, "cached"), (16, "direct"), (16, "cached")]
-)
+@pytest.mark.parametrize(("experts", "io"), [(1, "direct"), (6, "cached"), (16, "direct")])
 def test_any_number_of_slots(folder: Path, experts: int, io: str) -> None:
     theirs, _ = mlx_lm.utils.load_model(folder)
     model = held(folder, experts, io=io)
@@ -188,8 +186,8 @@ def test_counters_are_the_policys_simulation(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cls, "__call__", noted)
-        logits(theirs, [1] * 60)
-    for slots in (2, 5, 10):
+        logits(theirs, [1] * 24)
+    for slots in (2, 10):
         used = read = 0
         for calls in trace.values():
             policy = ExpertPolicy(EXPERTS, slots)
@@ -200,7 +198,7 @@ def test_counters_are_the_policys_simulation(folder: Path) -> None:
                     policy.placed(group.loads)
         model = held(folder, slots)
         model.outcore.streaming.experts.prefetch = None
-        logits(model, [1] * 60)
+        logits(model, [1] * 24)
         assert (model.outcore.metrics.experts.used, model.outcore.metrics.experts.read) == (used, read)
         model.outcore.close()
 
@@ -416,8 +414,7 @@ class FakeDriver(CudaDriver):
         self.streams -= 1
 
 
-@pytest.mark.parametrize("io", ["direct", "cached"])
-@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize(("io", "cast"), [("direct", False), ("cached", True)])
 def test_pools_on_a_device_of_its_own_memory(
     folder: Path, tmp_path: Path, io: str, cast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -583,7 +580,7 @@ def test_everything_that_fits_is_resident_and_nothing_waits(folder: Path) -> Non
 
 
 def test_requests_that_cannot_be_met_are_refused(folder: Path, quick_model: Path) -> None:
-    with pytest.raises(UsageError, match="experts 4: this model has none"):
+    with pytest.raises(UsageError, match="experts 4: this model has no experts"):
         outcore.load_model(quick_model, memory="1GB", experts=4)
     with pytest.raises(UsageError, match="one or the other"):
         outcore.load_model(folder, memory="1GB", experts=4, resident=1)
