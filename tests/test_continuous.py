@@ -260,7 +260,7 @@ def test_who_has_no_room_waits_and_the_newest_gives_way(tmp_path: Path) -> None:
 
 
 def test_the_chunks_that_were_asked_for_are_planned_for_several_too(quick_model: Path) -> None:
-    options = ONE | {"prefill_step_size": 64, "context": 256, "prompt": 200}
+    options = ONE | {"prefill_step_size": 64, "context": 256, "prompt": 130}
     smallest = prepare(quick_model, memory="1GB", draft="none", **options).planning.smallest
     running = []
     for share in (1.2, 1.6):
@@ -268,7 +268,7 @@ def test_the_chunks_that_were_asked_for_are_planned_for_several_too(quick_model:
         with model.outcore as session:
             engine = Scheduler(model, prefill_step=64)
             for i in range(3):
-                engine.add(Request(i, [5 + i] * 200, 3))
+                engine.add(Request(i, [5 + i] * 130, 3))
             engine.step()
             assert session.plan.prefill_step == 64, "shorter ones were planned where there was no room for these"
             running.append(engine.running)

@@ -220,9 +220,8 @@ def test_long_prompts_are_computed_in_their_order(served: Path) -> None:
         assert seen.index(1) <= 16 + 1
 
 
-@pytest.mark.parametrize(("memory", "resident"), [("10MB", None), ("9MB", 1)])
 def test_others_have_room_beside_a_text_that_is_much_longer(
-    memory: str, resident: int | None, tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padded to its length they have none."""
     positions = zoo.CONFIGS["llama"] | {"max_position_embeddings": 4096, "num_key_value_heads": 4}
@@ -233,7 +232,7 @@ def test_others_have_room_beside_a_text_that_is_much_longer(
     short = GenerationRequest(prompt=(5, 6, 7), max_tokens=4)
     much = GenerationRequest(prompt=tuple(5 + i * 7 % 50 for i in range(1001)), max_tokens=60)
 
-    with serving(folder, memory, resident) as service:
+    with serving(folder, "9MB", 1) as service:
         alone = [text_of(asyncio.run(heard(service, ask))) for ask in (short, much)]
 
         async def short_ones() -> None:
