@@ -38,8 +38,7 @@ def quantized_linear(bits: int, dtype: mx.Dtype = mx.float32, bias: bool = False
 
 
 @pytest.mark.parametrize(("bits", "high"), [(b, h) for b in BITS for h in BITS if h < b])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize(("dtype", "streams"), [(mx.float32, 2), (mx.bfloat16, 1)], ids=str)
 def test_products_are_the_same_bits(bits: int, high: int, dtype: mx.Dtype, streams: int) -> None:
     module, x = quantized_linear(bits, dtype, bias=True), mx.random.normal((3, 256)).astype(dtype)
     expected, words, scales = module(x), module.weight, module.scales
@@ -116,9 +115,8 @@ def same(model: Any, wanted: list[tuple[int, mx.array]]) -> bool:
 
 @pytest.mark.parametrize(
     ("model_type", "bits", "high"),
-    [("qwen3", 4, 3), ("qwen3", 6, 2), ("qwen3_5", 4, 3), ("qwen3_5", 8, 3), ("gemma3_text", 4, 2),
-     ("recurrent_gemma", 4, 3), ("falcon_h1", 8, 3)],
-)  # fmt: skip
+    [("qwen3", 6, 2), ("qwen3_5", 8, 3), ("gemma3_text", 4, 2), ("recurrent_gemma", 4, 3)],
+)
 def test_answers_are_the_same_bits(model_type: str, bits: int, high: int, tmp_path: Path) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path / "model", quantize={"bits": bits, "group_size": 32})
     wanted = expected(folder)
