@@ -60,8 +60,8 @@ class MemoryOptions:
     )
     head_resident: bool | None = _option(
         None,
-        "Keep the output head in memory. Default: yes, unless layers would fit only in parts next to it, and streaming "
-        "it too is faster.",
+        "Keep the output head in memory. Default: yes, unless layers fit next to it only in parts or in two slots, and "
+        "streaming the head too is faster.",
     )
     experts: int | None = _option(
         None,

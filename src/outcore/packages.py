@@ -6,8 +6,8 @@ A package names a module as an entry point of the group that it joins:
     cluster = "outcore_cluster.commands"
 
 Each group documents its modules where it is used (``cli/commands.py``, for example). Source trees and old editable
-installs lack this metadata, so ``outcore_NAME`` next to the core joins every group that it has a module of that name
-for.
+installs lack this metadata, so a package ``outcore_NAME`` next to the core joins each group for which it has a module
+of the group's name.
 """
 
 from __future__ import annotations

@@ -61,12 +61,12 @@ def most_unit(slot: int) -> int:
 # Tokens by which mlx-lm's KV caches grow (``KVCache.step``).
 KV_STEP = 256
 
-# Bytes per token, and the most tokens (None: unlimited).
+# A cache that grows: its bytes per token, and the most tokens that it holds (None: unlimited).
 Growing = tuple[int, int | None]
 
 
 def held_tokens(context: int, most: int | None = None) -> int:
-    """Returns the most tokens that a cache has room for after ``context`` tokens and one more, in chunks of any sizes.
+    """Returns the size in tokens, at most, of a KV cache's buffer that has grown to hold ``context`` + 1 tokens.
 
     When ``k`` more tokens exceed a buffer of ``n``, it grows to ``n`` plus ``k`` rounded up to whole steps: less than
     one step beyond the ``n + k`` tokens in use.
@@ -76,5 +76,5 @@ def held_tokens(context: int, most: int | None = None) -> int:
 
 
 def held_bytes(growing: Sequence[Growing], context: int) -> int:
-    """Returns the most bytes of growing caches after ``context`` tokens and one more."""
+    """Returns the bytes, at most, of caches that have grown to hold ``context`` + 1 tokens."""
     return sum([each * held_tokens(context, most) for each, most in growing])

@@ -69,7 +69,7 @@ def show(http: HttpRequest) -> dict[str, Any]:
 
 
 def pull(http: HttpRequest) -> dict[str, Any]:
-    """Succeeds for a model that is served; others are not downloaded."""
+    """Succeeds for a model that is served; downloads no other."""
     name = read(Named, http.body).called
     # Not ``service.card``, which accepts any name where only one model is served.
     served = {called for card in http.service.models() for called in (card.name, card.name.rpartition("/")[2])}

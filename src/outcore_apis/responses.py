@@ -201,7 +201,7 @@ class ItemsWriter(ResponseWriter):
         yield self._step(f"{self._names[1]}.delta", delta=text, **self._place, **more)
 
     def _logprobs_so_far(self) -> dict[str, Any]:
-        """Add the waiting log-probabilities to the open part, if it has any."""
+        """Moves the waiting log-probabilities to the open part, if that part has them; returns the event's field."""
         if self._open is None or "logprobs" not in self._open:
             return {}
         logprobs, self._waiting = self._waiting, []

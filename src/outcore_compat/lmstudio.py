@@ -1,14 +1,14 @@
-"""mlx-flash's names with Outcore behind them, also inside LM Studio's engine.
+"""Offers mlx-flash's API, implemented by Outcore, also inside LM Studio's engine.
 
     from outcore.integrations.lmstudio import FlashConfig, apply_flash_patch
 
     apply_flash_patch(FlashConfig(enabled=True, ram_budget_gb=10.0))
 
-That engine loads text models by mlx-vlm's ``load_model``, too. These are streamed; models for images or sound are
-refused.
+LM Studio's engine also loads text models by mlx-vlm's ``load_model``. These are streamed; models for images or sound
+are refused.
 
-Each of mlx-flash's settings, of all versions from 0.1 to 0.3.2, works here or is refused by name. One with mlx-flash's
-default counts as not given, so that complete configurations can be read.
+Each of mlx-flash's settings, of all versions from 0.1 to 0.3.2, works here or is refused by name. A setting that has
+mlx-flash's default counts as not given, so that complete configuration files can be used.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ SEES = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")
 _log = logging.getLogger("outcore.integrations")
 
 
-# Undoes what the applied configuration has put in place.
+# Closing it removes the replacements of the configuration that is applied.
 _applied = ExitStack()
 
 
-# The way of reading for each of its ways to drop what was read: around the page cache, or through it.
+# mlx-flash's strategies for freeing memory after a read, and the value of ``LoadOptions.io`` for each.
 EVICTION = {"free": "auto", "dontneed": "auto", "none": "cached"}
 
-# Its fields, and their defaults there.
+# mlx-flash's fields and their defaults.
 DEFAULTS: dict[str, Any] = {
     "enabled": False, "ram_budget_gb": 2.0, "eviction_strategy": "free", "n_io_threads": 4, "pipeline_depth": 2,
     "prefetch_layers": 2, "max_kv_size": None, "kv_keep": 250, "kv_bits": None, "kv_cache_quantized": False,
@@ -148,7 +148,7 @@ def apply_flash_patch(config: FlashConfig | None = None) -> None:
     ``enabled``.
 
     It replaces the configuration that was applied before. ``ram_budget_gb`` is for everything, not for weights alone as
-    in mlx-flash: a number from there may be too small here.
+    in mlx-flash: a value chosen for mlx-flash may be too small here.
 
     Raises:
         UsageError: a field has no counterpart here, or would change answers; says what to do instead.

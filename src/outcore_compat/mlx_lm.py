@@ -55,7 +55,7 @@ def apply_patch(**options: Any) -> Patch:
 
     Every name in a loaded module that is mlx-lm's ``load``, ``generate``, ``stream_generate``, ``batch_generate``,
     ``BatchGenerator`` or ``LRUPromptCache`` becomes Outcore's; programs that are imported later get these, too. Models
-    that are already loaded stay as they are, and those loaded meanwhile stay streamed afterwards.
+    that are already loaded stay as they are; those loaded under the patch stay streamed after it ends.
 
     Patches nest: the last one counts until it is removed.
 
@@ -63,7 +63,7 @@ def apply_patch(**options: Any) -> Patch:
         options: fields of ``outcore.LoadOptions`` for every model that is loaded; all models share ``memory``.
 
     Returns:
-        The patch, to end it alone; it is also a context manager.
+        The patch, whose ``remove`` ends this patch alone; it is also a context manager.
 
     Raises:
         UsageError: an option is invalid.

@@ -65,8 +65,8 @@ def load_by(
     options: LoadOptions,
     load: Callable[[Path, LoadOptions], tuple[Any, ...]],
 ) -> tuple[Any, ...]:
-    """Loads a model within the budget that these settings' models share. Returns what ``load`` returns; the model is
-    first."""
+    """Loads a model within the budget that these settings' models share. Returns the tuple that ``load`` returns, with
+    the model first."""
     guard_requests()  # a server may have been imported since
     found = settings.budget.load(folder, options, lambda o: load(folder, o))
     session: Session = found[0].outcore

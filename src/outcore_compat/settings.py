@@ -23,7 +23,7 @@ from outcore.plan.joint_plan import NONE
 from outcore.plan.planner import resident_budget
 from outcore.sizes import format_size
 
-# Loads a model by these options; the model comes first in what it returns.
+# Loads a model with these options; returns a tuple whose first item is the model.
 Load = Callable[[LoadOptions], tuple[Any, ...]]
 
 
@@ -49,7 +49,7 @@ class SharedBudget:
                 # Without --memory the budget is what is free, which excludes the other models.
                 return self._kept(load(options))
             if self.sessions:
-                gc.collect()  # ends models that nothing refers to but cycles
+                gc.collect()  # frees models that only reference cycles keep alive
             others = self.sessions
             if not others:
                 self._total = asked_budget(options.memory)

@@ -1,5 +1,5 @@
-"""Bounds the caches that mlx-lm's server stores for later requests to the planned cache memory that running texts
-leave; the oldest are dropped when a text needs room."""
+"""Bounds the prompt caches that mlx-lm's server stores for later requests: they get the planned cache memory that
+running texts do not use, and the oldest are dropped when a text needs room."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CacheRoom:
                     store.trim_to(n_bytes=store.nbytes - excess)
 
     def _unused(self, session: Session) -> int:
-        """Bytes planned for a model's caches that no running text takes."""
+        """Returns the bytes that are planned for a model's caches and that no running text has reserved."""
         taken = sum(texts.nbytes for texts in self._texts if texts.session is session)
         return max(0, session.plan.cache_bytes - taken)
 
@@ -74,7 +74,7 @@ class _TextsUnderWay:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of their caches at full length, and of what growing them takes."""
+        """Bytes of these texts' caches at full length, including the copy that MLX makes when a cache grows."""
         size = replace(self.session.size, sequences=self.sequences, shared=0, joining=0)
         return size.at_context(self.tokens).caches(1.0)
 

@@ -185,7 +185,7 @@ class Free:
     ends: bool = False
 
     def rules(self, name: str, stops: Iterable[int]) -> str:
-        """Lark rules for the text, the first called ``name``; if ``ends``, also ``NAME_cut`` for its beginnings.
+        """Lark rules for the text, the first called ``name``; if ``ends``, also ``NAME_cut``: text without its end.
 
         Args:
             stops: tokens that it must not contain.

@@ -187,11 +187,11 @@ def page() -> Response:
 
 
 class Events:
-    """Snapshots as server-sent events, one for all that look.
+    """Sends snapshots as server-sent events; all clients share one snapshot.
 
     Args:
-        snapshot: what the server does now; must not wait for anything.
-        closing: whether the server ends.
+        snapshot: returns the server's state; must not block.
+        closing: returns whether the server shuts down, which ends the streams.
     """
 
     def __init__(self, snapshot: Callable[[], Mapping[str, Any]], closing: Callable[[], bool]) -> None:

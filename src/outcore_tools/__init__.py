@@ -1,1 +1,1 @@
-"""Commands about this machine, its files and its processes: what a run does not need."""
+"""Commands about models, this machine, its cache folder and its processes. No run of a model needs this package."""

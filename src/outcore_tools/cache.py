@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             entry.remove()
             removed.append(entry)
         except FileNotFoundError:
-            removed.append(entry)  # another process was faster
+            removed.append(entry)  # another process removed it first
         except (OSError, OutcoreError) as e:
             refused[entry.name] = f"cannot be removed: {e.strerror or e}" if isinstance(e, OSError) else str(e)
     for name, why in refused.items():

@@ -100,7 +100,7 @@ def _run(folder: Path, args: argparse.Namespace, memory: int) -> dict[str, Any]:
 
 
 def _text(model: Any, tokenizer: Any, prompt: str, tokens: int) -> Iterator[Any]:
-    """Generates by Outcore's own loop; a cache makes the resident model use it too, and not mlx-lm's."""
+    """Generates with Outcore's loop; the cache that is passed makes a resident model use it too, not mlx-lm's loop."""
     own: dict[str, Any] = {}
     if model.outcore.streaming is None:
         own = {"prompt_cache": make_prompt_cache(model), "leave_last": True}

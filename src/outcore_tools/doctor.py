@@ -145,8 +145,8 @@ def _direct(file: Path, model: Path | None) -> Verdict:
 def device_limits() -> dict[str, int]:
     """Returns the limits that MLX and the system report for the device, in bytes.
 
-    The largest slot includes its alignment. The working set is what Metal recommends as the most; the wired limit is
-    what the user lets the GPU wire (``iogpu.wired_limit_mb``).
+    The largest slot includes its alignment. The working set is Metal's recommended maximum; the wired limit is the
+    memory that the user lets the GPU wire (``iogpu.wired_limit_mb``).
     """
     metal = metal_info()
     known = {

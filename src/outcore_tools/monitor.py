@@ -194,7 +194,7 @@ def _read(pid: int, path: Path) -> dict[str, Any] | None:
 
 
 def _wrote(pid: int, at: float) -> bool:
-    """Tells whether the process runs, and ran already at the time ``at`` which the file was written."""
+    """Returns whether the process runs, and was already running at time ``at``, when its file was written."""
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and bool(process.create_time() <= at + CLOCK_S)

@@ -34,9 +34,7 @@ COMMAND = re.compile(r"/[a-z]+")
 CHAT_KEYS = "q quit, r reset the conversation, h this help; Ctrl-C stops an answer, Ctrl-D quits"
 CHAT_FILES = "/save FILE and /load FILE keep the conversation"
 CHAT_LINES = "/help is h, /bye is q; each line is a message"
-CHAT_TYPED = (
-    "/help is h, /bye is q; Esc Enter, or \\ at the end, begins another line, and what is pasted is one message"
-)
+CHAT_TYPED = "/help is h, /bye is q; Esc Enter, or \\ at the end, begins another line; pasted text is one message"
 RESET = "r resets the conversation"
 
 

@@ -235,7 +235,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.hint, self.run = "", ""
         self.fill: Callable[[ArgumentParser, argparse.Namespace], dict[str, Setting]] | None = None
         self._groups: dict[str, argparse._ActionsContainer] = {"": self}
-        # Takes the -5MB of ``--memory -5MB`` for a value, which is refused as such, and not for a flag.
+        # Parses the -5MB of ``--memory -5MB`` as a value, so that the error is about the size, not an unknown flag.
         self._negative_number_matcher = re.compile(r"-\.?[0-9]")
 
     def add(self, flag: Flag) -> None:
@@ -283,8 +283,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 class Preset:
-    """The empty preset. A package's flag may set ``args.preset`` to a subclass, whose methods raise UsageError for
-    flags that contradict it.
+    """Changes nothing. A package's flag may set ``args.preset`` to a subclass, whose methods raise UsageError for flags
+    that contradict it.
 
     Attributes:
         messages: put before the user's first message, in the form that chat templates take.

@@ -90,12 +90,12 @@ _FLAGS = [
         "drafts (speculative decoding: several tokens per forward pass, the same text)",
         # --draft-model is mlx-lm's name. The default None tells a flag that was not given from ``auto``.
         _option("draft", "--draft-model", default=None),
-        flag("--num-draft-tokens", "Draft at most N tokens. Default: as many as pay.", type=int, metavar="N"),
+        flag("--num-draft-tokens", "Draft at most N tokens. Default: as many as speed up.", type=int, metavar="N"),
     ),
     flag("--input -i", "File of requests, one JSON object per line.", type=Path, required=True, metavar="FILE"),
     flag("--output -o", "File to write.", type=Path, metavar="FILE"),
     flag("--decode-concurrency --concurrency", "Most requests that are answered at the same time.", 32, metavar="N"),
-    flag("--repeats --num-trials -n", "Timed runs; the median counts.", 3),
+    flag("--repeats --num-trials -n", "Number of timed runs; the median is reported.", 3),
     switch("--force --overwrite", "Replace existing files."),
     *_OUTPUT,
 ]

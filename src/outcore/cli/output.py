@@ -31,7 +31,7 @@ _STREAM_IS_GONE = {errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFB
 
 
 class Result:
-    """The command's JSON document, written when the command ends, also by an error.
+    """The command's JSON document, written when the command ends, also when it ends with an error.
 
     Args:
         stream: standard output, before it was redirected.
@@ -44,7 +44,7 @@ class Result:
         self._stream = stream
 
     def line(self, record: dict[str, Any]) -> None:
-        """Writes one of many documents at once; none is written at the end then."""
+        """Writes one of several documents immediately; then none is written when the command ends."""
         self.wanted = False
         print(json.dumps(_finite(record), allow_nan=False), file=self._stream, flush=True)
 

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
-    """Measures this machine, unless that is done or not wanted, and plans; returns the notes as well."""
+    """Measures this machine unless that was done or is not wanted, and plans. Also returns notes for the user."""
     folder, options = resolve_model(args.model, args.revision), loading_options(args)
     notes: list[str] = []
 

@@ -1,1 +1,1 @@
-"""The names by which programs know ``outcore_compat``: ``outcore.integrations.mlx_lm`` and ``.lmstudio``."""
+"""Import paths of ``outcore_compat`` for programs: ``outcore.integrations.mlx_lm`` and ``.lmstudio``."""

@@ -1,4 +1,4 @@
-"""Another name of ``outcore_compat.lmstudio``, which is imported when something of it is asked for."""
+"""An alias of ``outcore_compat.lmstudio``, which the first access to an attribute imports."""
 
 from __future__ import annotations
 

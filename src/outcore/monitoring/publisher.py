@@ -34,7 +34,7 @@ EVERY_S = 0.25
 
 
 class Board:
-    """The published models of this process. Thread-safe; computing never waits for its lock.
+    """The published models of this process. Thread-safe; forward passes never wait for its lock.
 
     Attributes:
         command: the name of what this process runs.
@@ -199,7 +199,7 @@ Counters = dict[str, float]
 
 
 class SnapshotRecorder:
-    """Takes snapshots of one model and keeps past counters for the rates. Not thread-safe."""
+    """Takes snapshots of one model, with rates since earlier values of its counters. Not thread-safe."""
 
     def __init__(self, session: Session, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = weakref.ref(session)

@@ -76,7 +76,7 @@ class Guard:
     """ASGI middleware that refuses requests by their headers: access denied, too large, or two body lengths.
 
     h11 checks the size of headers only while they are incomplete. It also accepts both ``Content-Length`` and
-    ``Transfer-Encoding``, of which a proxy may use the other one (RFC 9112, 6.3); part of a body would then be read as
+    ``Transfer-Encoding`` and uses one; if a proxy uses the other (RFC 9112, 6.3), part of a body would be read as
     another client's request. After such a request the connection is closed.
     """
 

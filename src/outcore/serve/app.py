@@ -102,7 +102,7 @@ class Address:
     """An ASGI application for one path and method.
 
     Args:
-        pairs: the APIs that have them. The one whose header the request has answers, else the first without a header.
+        pairs: the APIs that have this route. The API whose header the request has answers, else the first without one.
     """
 
     def __init__(self, site: Site, pairs: Sequence[tuple[Api, Route]]) -> None:
@@ -124,7 +124,7 @@ class Address:
         except ClientDisconnect:
             pass
         except RequestError as e:
-            # Its frames hold the whole body.
+            # The frames of its traceback refer to the whole body, which can be freed now.
             e.__traceback__ = e.__cause__ = e.__context__ = None
             await error_response(api, e)(scope, receive, send)
         except Exception:

@@ -1,4 +1,4 @@
-"""One choice of an answer: its request to the scheduler, and the events that its tokens become."""
+"""One choice (one of the answers to a request, as in OpenAI's ``n``): from a scheduler request to answer events."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def request_of(uid: int, prompt: Prompt, request: GenerationRequest) -> Request:
 
 
 class AnswerChoice:
-    """A choice and its answer so far.
+    """A choice and the text that was generated for it until now.
 
     Args:
         index: its number in the answer.
@@ -60,9 +60,9 @@ class AnswerChoice:
     Attributes:
         asked_at: time of submission, by ``time.monotonic``.
         drafted, accepted: tokens proposed by the drafter, and those that the model accepted.
-        tokens: number so far, ``reasoning_tokens`` included.
-        wanted: the client still waits for it.
-        started: the scheduler has it.
+        tokens: number of tokens generated until now, ``reasoning_tokens`` included.
+        wanted: the client still waits for this choice.
+        started: the scheduler has received this choice.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ def token_bytes(tokenizer: TokenizerWrapper, kind: type, token: int) -> bytes:
 
 
 def as_request_error(error: Exception, choice: AnswerChoice | None = None) -> RequestError:
-    """The error that a client gets; ``choice``: the only one that the error concerns."""
+    """Converts an error to the one that a client gets; ``choice``: the only choice that the error concerns."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, LinkError):

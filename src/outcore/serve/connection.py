@@ -29,17 +29,17 @@ class ClientLimits:
     """Limits of connections and requests.
 
     Attributes:
-        connections: beyond this number the one is closed that has waited longest for its client.
+        connections: limit of open ones; beyond it, the connection that has waited longest for its client is closed.
         header_s: seconds from a request's first byte to the end of its headers.
         body_s: seconds for a body, plus one for each ``body_rate`` bytes received.
         idle_s: seconds between requests.
-        write_s: seconds without the client reading anything of an unread answer.
-        linger_s: seconds for the rest of a body that was answered before its end.
+        write_s: seconds in which the client reads nothing of an answer that waits for it.
+        linger_s: seconds to receive the rest of a body whose request was answered before the body's end.
         keepalive_s: seconds of silence after which a stream sends a keep-alive.
         body_bytes: of one request; all bodies held at once have at most four times as many. A prompt of a million
             tokens has about 4 MB, more where characters are escaped.
-        values: commas and brackets of a body's JSON. A value takes 60 bytes or more, for 2 bytes of the body; parsing
-            this many object names blocks other requests for 0.09 s.
+        values: limit of commas and brackets in a body's JSON. A parsed value takes 60 bytes of memory or more for 2
+            bytes of the body; parsing this many object names blocks other requests for 0.09 s.
     """
 
     connections: int = 512

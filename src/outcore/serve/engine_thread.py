@@ -210,7 +210,7 @@ class EngineThread:
         return True
 
     def _listen(self) -> None:
-        """Take in new work, waiting for it if there is no choice; drop cancelled choices and an expired model."""
+        """Receive new work, waiting for it if there is no choice; drop cancelled choices and an expired model."""
         if self._choices:
             self._take_in()
         elif self.loaded is None:
@@ -302,7 +302,7 @@ class EngineThread:
                 self._choices.pop(choice.uid, None)
 
     def _fail(self, choices: Collection[AnswerChoice], error: Exception, alone: bool = False) -> None:
-        """End choices with an error; ``alone``: it concerns one choice's prompt."""
+        """End choices with an error; ``alone``: the error is about one choice's prompt."""
         self._remove(choices)
         for choice in choices:
             choice.tell(as_request_error(error, choice if alone else None))

@@ -176,13 +176,13 @@ Event = Begun | TextPart | Called | Ended | Finished
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What the server says of a model that it offers.
+    """The facts that the server's APIs report about a model.
 
     Attributes:
         created: modification time of its files, seconds since 1970.
-        memory_bytes: of its plan while it is loaded, else 0.
-        expires_at: when it will be unloaded; None: never, or it is not loaded.
-        nbytes: of its weights on disk.
+        memory_bytes: peak bytes by its plan while it is loaded, else 0.
+        expires_at: time at which the model will be unloaded; None: never, or it is not loaded.
+        nbytes: bytes of its weights on disk.
         family: mlx-lm's ``model_type``.
         quantization: such as ``4-bit`` or ``bf16``.
         context: length in tokens that it was made for; None: its configuration does not say.

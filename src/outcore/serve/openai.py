@@ -73,7 +73,7 @@ class ResponseFormat(Schema):
 
 
 def schema_of(form: ResponseFormat | None, where: str) -> Mapping[str, Any] | None:
-    """``GenerationRequest.schema`` of the form in the field ``where``."""
+    """Converts a response format, given in the field ``where``, to ``GenerationRequest.schema``."""
     if form is None or form.type == "text":
         return None
     schema = (form.json_schema or form).schema_ if form.type == "json_schema" else form.schema_
@@ -97,7 +97,7 @@ class OpenAIBody(SamplerFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def options(self, defaults: Defaults, effort: str | None) -> dict[str, Any]:
-        """Arguments of the chat template: the server's, those of the effort, and the request's own, in rising rank."""
+        """Arguments of the chat template; those of the request override the effort's, which override the server's."""
         thinks = None if effort is None else effort not in ("none", "minimal")
         own = template_options(self.chat_template_kwargs or {}, "chat_template_kwargs")
         return defaults.options(thinks, effort if thinks else None) | own
@@ -192,7 +192,7 @@ class ChatBody(TextBody):
 
 
 def chosen_tool(choice: Any) -> str:
-    """``GenerationRequest.tool_choice`` of a word, an object that names a function, or None (auto)."""
+    """Converts a word, an object that names a function, or None (auto) to ``GenerationRequest.tool_choice``."""
     words = ("auto", "none", "required")
     if isinstance(choice, dict):
         inner = choice.get("function", choice)
@@ -226,7 +226,7 @@ def chat(http: HttpRequest) -> ParsedRequest:
 
 
 class ChatWriter(ResponseWriter):
-    """Writes an answer as one object or as chunks; ``choices`` counts those of all prompts."""
+    """Writes an answer as one object or as chunks; ``choices`` is the number of choices of all prompts together."""
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 

@@ -26,11 +26,11 @@ NAME = re.compile(r"[\w.:/-]+")
 
 
 class Stopper:
-    """Finds the string that is complete first in a text that comes in pieces.
+    """Finds the stop string that ends first in a text that arrives in pieces.
 
     Attributes:
-        found: that string, the longer of two that end together; None: none so far.
-        rest: the text after it in the piece that it ends in.
+        found: that stop string, the longer one if two end together; None: not found yet.
+        rest: the text after the stop string in the piece in which it ends.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ class Stopper:
         self.rest = ""
 
     def feed(self, text: str) -> str:
-        """The new text that cannot be part of any of the strings."""
+        """Adds a piece; returns the text before a stop string, without an end that a stop string may begin with."""
         if self.found is not None:
             return ""
         whole, self._held = self._held + text, ""
@@ -50,7 +50,7 @@ class Stopper:
             end, _, self.found = min(ends)
             self.rest = whole[end:]
             return whole[: end - len(self.found)]
-        # Holds back the longest end of the text that one of the strings begins with.
+        # Holds back the longest end of the text that is the beginning of a stop string.
         free = next((n for n in range(len(whole)) if any(s.startswith(whole[n:]) for s in self._strings)), len(whole))
         self._held = whole[free:]
         return whole[:free]

@@ -1,5 +1,5 @@
-"""Makes a prompt of a request: tokens, a parser for the answer, and a grammar. Makes no MLX arrays, and so may run on
-another thread than the engine's.
+"""Turns a request into a prompt: tokens, a parser for the answer, and a grammar. Makes no MLX arrays, so any thread may
+run it, not only the engine's.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Grammar = Callable[[int], Processor]
 
 
 class Grammars(Protocol):
-    """Grammars for one tokenizer; the class ``AnswerGrammars(tokenizer, template)`` of a package's module of the group
-    ``grammars``."""
+    """Makes grammars for one tokenizer. A package implements it as the class ``AnswerGrammars(tokenizer, template)`` in
+    its module of the group ``grammars``."""
 
     def of(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]], text: str, thinking: bool) -> Grammar:
         """The grammar of the answer to a request with a schema or a required tool.
@@ -87,7 +87,7 @@ class Prompter:
         """The prompt of a request.
 
         Args:
-            most: limit in tokens. Text with more characters than so many tokens can have is refused before it is
+            most: limit in tokens. Text with more characters than this many tokens can have is refused before it is
                 tokenized, since each token takes a hundred bytes; the caller checks the number of tokens.
 
         Raises:
@@ -272,7 +272,11 @@ class TokenizerTemplate:
         if not messages:
             raise RequestError("messages: at least one is needed", param="messages")
         if tools and not self.tools:
-            why = "this model's form of calls is unknown" if self._takes_tools else "the chat template takes none"
+            why = (
+                "this model's form of calls is unknown"
+                if self._takes_tools
+                else "the chat template has no place for them"
+            )
             raise RequestError(f"tools: {why}", "unsupported_parameter", param="tools")
         return self._render(messages, tools, request.template_options, continued=request.continued)
 

@@ -329,7 +329,7 @@ def read_json(data: bytes | bytearray, values: int | None = None) -> dict[str, A
     """The JSON object in ``data``, empty if there is none; all numbers are finite.
 
     Args:
-        values: limit of its commas and brackets, those within strings included; None: no limit.
+        values: limit of commas and brackets in ``data``, those within strings included; None: no limit.
 
     Raises:
         RequestError: not a JSON object, or nested more than ``DEPTH`` deep (400), or too many values (413).

@@ -28,7 +28,7 @@ from .events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard,
 from .prompting import Prompt, Prompter, too_long
 from .shelf import Offered, Shelf
 
-# Length in tokens of prompts that are counted even if the model's context is shorter.
+# ``count`` accepts prompts of up to this many tokens even if the model's context is shorter.
 COUNTED = 62_500
 
 # mlx_lm.server's default limit of an answer.
@@ -44,7 +44,7 @@ class ServiceOptions:
         most: limit of sequences that share a forward pass; ``most_waiting``: of choices that wait.
         keep_alive: seconds that a model stays loaded without requests; None: for ever.
         most_context: limit of a prompt and its answer together, in tokens; None: what the model was made for.
-        draft_tokens: limit of proposed tokens for a pass; None: as many as pay.
+        draft_tokens: limit of proposed tokens for a forward pass; None: chosen while the model runs.
         secret: the API key, if any; cached prompts are found only by servers with the same key.
     """
 

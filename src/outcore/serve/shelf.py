@@ -163,8 +163,8 @@ class Loaded:
         sequences: the scheduler, or a ``Leader`` if other ranks have layers of the model.
         keep_s: seconds that it stays loaded without requests; None or negative: for ever, as with other ranks.
         load_s: seconds that loading took; 0 once an answer has reported them.
-        idle_at: when its last answer ended, by ``time.monotonic``; None while it answers.
-        busy: contexts that hold while it answers.
+        idle_at: time at which its last answer ended, by ``time.monotonic``; None while it answers.
+        busy: context managers that are entered while the model answers.
     """
 
     name: str

@@ -43,8 +43,8 @@ class Site:
     Attributes:
         closing: new requests are refused.
         ended: answers under way are ended too.
-        under_way: number of requests being answered; ``answered``: of those that were, errors included.
-        held_bytes: of bodies that are being read or that wait for their answers.
+        under_way: number of requests being answered; ``answered``: number already answered, errors included.
+        held_bytes: bytes of bodies that are being read or whose requests wait for their answers.
         turned_away: connections refused for lack of room.
         dropped: connections closed to make room for others.
         late: connections closed because of a time-out.

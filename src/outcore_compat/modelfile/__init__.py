@@ -1,1 +1,1 @@
-"""Ollama's Modelfiles, with mlx-flash's instructions: read, checked line by line, nothing passed over."""
+"""Reads Ollama's Modelfiles, with mlx-flash's instructions too; each line is applied or refused."""

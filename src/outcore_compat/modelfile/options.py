@@ -1,4 +1,4 @@
-"""What a Modelfile says, as one record: each instruction is applied, or refused with its line number."""
+"""The contents of a Modelfile as one record: each instruction is applied, or refused with its line number."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .template import GoTemplate, parse_template
 # Most bytes of a Modelfile.
 LONGEST = 1 << 20
 
-# Most characters of a stop string; as many may be held back.
+# Most characters of a stop string; as many characters of an answer may be held back.
 LONGEST_STOP = 1000
 
 WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
 NUMBER = re.compile(r"[+-]?([0-9]{1,300}\.?[0-9]{0,300}|\.[0-9]{1,300})([eE][+-]?[0-9]{1,4})?")
 
-# Ollama's parameters that are applied, with the least and the most; the types of these are the parameter's.
+# Supported parameters, each with its smallest and largest value; the type of these is the parameter's type.
 PARAMETERS: dict[str, tuple[float, float]] = {
     "num_ctx": (1, COUNT),
     "num_predict": (-2, COUNT),
@@ -45,7 +45,7 @@ PARAMETERS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Modelfile:
-    """What a Modelfile says; None for what it leaves out.
+    """The contents of a Modelfile; None for each value that it does not give.
 
     Attributes:
         model, draft: a name on the Hub, or a folder; absolute if it is next to the Modelfile. ``adapter``: a folder.

@@ -1,4 +1,4 @@
-"""A service that begins every conversation with a system prompt and messages of its owner."""
+"""A service that begins every conversation with the Modelfile's system prompt and messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outcore.serve.service import ModelService
 
 @dataclass(frozen=True)
 class Prefaced:
-    """Another service whose requests get what they leave out, by Ollama's rules for its own models.
+    """Wraps a service: adds a Modelfile's texts to requests that leave them out, by Ollama's rules.
 
     Attributes:
         system: for conversations that do not begin with a system message; None: no system prompt.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outcore.serve.api import Defaults
     from outcore.serve.service import ModelService
 
-# What a Modelfile may give, and the flag that gives the same.
+# Values of a Modelfile, and the flag that sets the same.
 FLAGS = {
     "model": "model",
     "adapter": "adapter_path",
@@ -88,7 +88,7 @@ def _given(parser: ArgumentParser, words: Sequence[str]) -> set[str]:
 
 
 class ModelfilePreset(Preset):
-    """Applies what a Modelfile gives and no flag can. The methods are ``Preset``'s."""
+    """Applies the values of a Modelfile that no flag can set. The methods are ``Preset``'s."""
 
     def __init__(self, modelfile: Modelfile) -> None:
         self.modelfile = modelfile
@@ -159,7 +159,7 @@ class ModelfilePreset(Preset):
 
 
 def template_text(template: GoTemplate, tokenizer: TokenizerWrapper) -> str:
-    """Returns the Modelfile's template for this tokenizer. Ollama has the tokenizer put its first token in front of
-    every text."""
+    """Returns the Modelfile's template as Jinja. Begins with the BOS token if this tokenizer puts it before every text,
+    as Ollama does."""
     begins = tokenizer.bos_token_id is not None and list(tokenizer.encode("a"))[:1] == [tokenizer.bos_token_id]
     return template.jinja(str(tokenizer.bos_token) if begins else "")

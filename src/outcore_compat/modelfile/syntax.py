@@ -29,7 +29,7 @@ EXAMPLES = {"parameter": "PARAMETER temperature 0.7", "message": "MESSAGE user W
 
 ROLES = ("system", "user", "assistant")
 
-# Characters that text does not contain.
+# Control characters, by which a binary file is recognized.
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
@@ -101,7 +101,7 @@ def parse(text: str) -> Iterator[Instruction]:
         value, at = _value(rest, lines, at)
         found = Instruction(name, argument, value, number)
         if not rest:
-            raise found.refused('it has no value; an empty one is ""')
+            raise found.refused('it has no value; write "" for an empty one')
         yield found
 
 
