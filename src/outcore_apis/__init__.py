@@ -1,1 +1,1 @@
-"""OpenAI's Responses, Anthropic's Messages and Ollama's API, found by the group ``outcore.apis``."""
+"""OpenAI's Responses, Anthropic's Messages and Ollama's API; found as entry points of ``outcore.apis``."""

@@ -301,7 +301,7 @@ class GrammarProcessor:
     from different threads, one at a time.
 
     Args:
-        matcher: at the start of the grammar; it is copied.
+        matcher: one that has consumed no token; each processor works on its own copy.
         vocabulary: number of the matcher's tokens.
         ends: tokens that end an answer.
         prompt: number of tokens before the answer.

@@ -283,8 +283,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 class Preset:
-    """Changes nothing. A package's flag may set ``args.preset`` to a subclass, whose methods raise UsageError for flags
-    that contradict it.
+    """A preset without effect. A package's flag may set ``args.preset`` to a subclass, whose methods raise UsageError
+    for flags that contradict it.
 
     Attributes:
         messages: put before the user's first message, in the form that chat templates take.

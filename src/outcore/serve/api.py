@@ -45,7 +45,7 @@ class Defaults:
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
     def options(self, thinks: bool | None = None, effort: str | None = None) -> dict[str, Any]:
-        """The template options, with a request's choice of whether and how hard to think (None: not given)."""
+        """The template options with a request's ``thinks`` (whether to reason) and ``effort`` where not None."""
         options = dict(self.template_options)
         if thinks is not None:
             options["enable_thinking"] = thinks

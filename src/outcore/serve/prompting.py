@@ -272,11 +272,7 @@ class TokenizerTemplate:
         if not messages:
             raise RequestError("messages: at least one is needed", param="messages")
         if tools and not self.tools:
-            why = (
-                "this model's form of calls is unknown"
-                if self._takes_tools
-                else "the chat template has no place for them"
-            )
+            why = "this model's form of calls is unknown" if self._takes_tools else "the chat template takes no tools"
             raise RequestError(f"tools: {why}", "unsupported_parameter", param="tools")
         return self._render(messages, tools, request.template_options, continued=request.continued)
 
