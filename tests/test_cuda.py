@@ -20,8 +20,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_profile, "on_cuda", lambda: True)
 
 
-@pytest.mark.parametrize("quantize", [None, {"group_size": 64, "bits": 4}])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(("model_type", "quantize"), [("llama", None), ("qwen3_moe", {"group_size": 64, "bits": 4})])
 def test_weights_that_are_copied_to_the_device_first_give_the_same_bits(
     model_type: str, quantize: dict[str, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: None
 ) -> None:

@@ -33,7 +33,7 @@ class Screen(io.StringIO):
 
 @pytest.mark.parametrize(("command", "terminal"), [("generate", True), ("generate", False), ("chat", True)])
 def test_what_a_model_says_moves_no_terminal(
-    command: str, terminal: bool, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, terminal: bool, short_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its escape sequences are shown there as text; a pipe gets all bytes as they are."""
     module: Any = generate if command == "generate" else answers
@@ -48,7 +48,7 @@ def test_what_a_model_says_moves_no_terminal(
     monkeypatch.setattr(module, "stream_generate", evil)
     monkeypatch.setattr("sys.stdout", screen)
     monkeypatch.setattr("sys.stdin", io.StringIO("say it\n"))
-    flags = ["--model", str(demo_model), "--memory", "60MB", "--max-tokens", "40", "--temp", "0"]
+    flags = ["--model", str(short_model), "--memory", "60MB", "--max-tokens", "40", "--temp", "0"]
     assert main([command, *flags, *(["--prompt", "say it"] if command == "generate" else [])]) == 0
     assert (SHOWN if terminal else CLIPBOARD) in screen.getvalue()
     assert terminal is not ("\x1b" in screen.getvalue())

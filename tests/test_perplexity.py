@@ -68,7 +68,7 @@ def test_flags_and_defaults_are_mlx_lms() -> None:
             assert getattr(args, flag[2:].replace("-", "_")) == default
 
 
-@pytest.mark.parametrize("resident_layers", ["0", "3"])
+@pytest.mark.parametrize("resident_layers", ["3"])
 def test_a_local_text_gives_mlx_lms_figure_with_one_sweep_a_batch(
     capsys: pytest.CaptureFixture[str], served: Path, text: Path, quick_resident: Any, resident_layers: str
 ) -> None:
@@ -128,7 +128,7 @@ def test_a_text_is_cut_in_its_order_and_the_rest_dropped(resident: Any) -> None:
     assert cut(tokenizer, words, 2, 7, "words").shape == (2, 7)
 
 
-@pytest.mark.parametrize(("batch", "length"), [(1, 96), (6, 24), (4, 2)])
+@pytest.mark.parametrize(("batch", "length"), [(6, 24), (4, 2)])
 def test_peak_memory_stays_within_the_smallest_budget_for_a_batch(
     served: Path, quick_resident: Any, batch: int, length: int
 ) -> None:
