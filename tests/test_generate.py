@@ -252,7 +252,7 @@ def test_a_prompt_longer_than_planned_is_refused_with_the_option_that_helps(tmp_
     with pytest.raises(outcore.BudgetError) as refused:
         outcore.load_model(folder, memory=1, **options)
     model, _ = outcore.load_model(folder, memory=refused.value.smallest, **options)
-    with model.outcore, pytest.raises(PromptError, match="passes the 16 .*: load with prompt=40"):
+    with model.outcore, pytest.raises(PromptError, match=r"passes the 16 .*: load with prompt=40"):
         list(outcore.stream_generate(model, TokensOnly(), [5] * 40, max_tokens=2))
 
 

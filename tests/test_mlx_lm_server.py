@@ -173,7 +173,7 @@ def test_a_server_that_is_imported_later_is_guarded_too(
         with model.outcore as session:
             assert guarded is not tokenize and len(guarded(generator, None, 70, None)[0]) == 70
             session.plan = replace(session.plan, budget_bytes=session.plan.smallest_budget_bytes)
-            with pytest.raises(PromptError, match="the prompt has 4000 tokens, for which"):
+            with pytest.raises(PromptError, match="the prompt has 4000 tokens, too many for"):
                 guarded(generator, None, 4000, None)
             assert not late.ResponseGenerator._is_batchable(generator, None)
     assert all(getattr(late.ResponseGenerator, name) is method for name, method in own.items())

@@ -100,7 +100,8 @@ def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passe
     turns, slots = turns_of(size, plan, calibration, passes, kept), max(plan.slots, 2)
     timing = simulate(turns, slots)
     less, more = sorted([sum([t.read_s for t in turns]), sum([t.compute_s for t in turns])])
-    lost = max(0.0, UNEVEN / slots**2 * more - (more - less) / 2) if less else 0.0
+    apart = more - less if calibration.measured else 0.0  # assumed rates do not say which of the two takes longer
+    lost = max(0.0, UNEVEN / slots**2 * more - apart / 2) if less else 0.0
     return timing._replace(sweep_s=timing.sweep_s + lost)
 
 
