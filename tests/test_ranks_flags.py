@@ -32,5 +32,5 @@ def test_ranks_that_are_told_the_same_go_on() -> None:
 
 def test_a_flag_or_a_command_that_differs_is_refused_on_every_rank() -> None:
     found = set(told({"kv_bits": 4}, {"kv_bits": 4}, {"kv_bits": 8}))
-    assert found == {"--kv-bits: [4, 4, 8] on ranks 0 to 2; give all the same"}
-    assert set(told({}, {"command": "chat"})) == {"command: ['generate', 'chat'] on ranks 0 to 1; give all the same"}
+    assert found == {"--kv-bits: [4, 4, 8] on ranks 0 to 2; give each the same"}
+    assert set(told({}, {"command": "chat"})) == {"command: ['generate', 'chat'] on ranks 0 to 1; give each the same"}

@@ -79,7 +79,7 @@ class Tools:
 
     def _function(self, tool: ResponseTool, where: str, known: ToolName) -> None:
         if not 1 <= len(tool.name) <= 256:
-            raise requests.wrong(f"{where}.name", "a name of at most 256 characters is needed")
+            raise requests.wrong(f"{where}.name", "a name of 1 to 256 characters is needed")
         if len(self.functions) >= requests.MOST_TOOLS:
             raise requests.wrong("tools", f"give at most {requests.MOST_TOOLS}")
         self.known[known.function] = known

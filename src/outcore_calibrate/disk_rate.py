@@ -247,8 +247,8 @@ def scratch_file(folder: Path, disk: int | None = None, nbytes: int | None = Non
             if free < 2 * least:
                 raise CalibrationError(
                     f"{folder}: measuring the disk needs a scratch file of {format_size(least)}, but only "
-                    f"{format_size(free)} are free: free some, or give a model of {format_size(ENOUGH_BYTES)} or more "
-                    "on that disk"
+                    f"{format_size(free)} are free: free some, or name a model on that disk that has "
+                    f"{format_size(ENOUGH_BYTES)} or more"
                 )
             number = stack.enter_context(tempfile.TemporaryFile(dir=folder, prefix=SCRATCH, buffering=0)).fileno()
             path = Path(f"/dev/fd/{number}")  # exists on Linux and macOS
@@ -257,7 +257,7 @@ def scratch_file(folder: Path, disk: int | None = None, nbytes: int | None = Non
         except OSError as e:
             raise CalibrationError(
                 f"{folder}: no scratch file can be written to measure the disk with ({e.strerror}): make the folder "
-                f"writable, or give a model of {format_size(ENOUGH_BYTES)} or more on that disk"
+                f"writable, or name a model on that disk that has {format_size(ENOUGH_BYTES)} or more"
             ) from e
         yield path
 

@@ -172,7 +172,7 @@ def apply_flash_patch(config: FlashConfig | None = None) -> None:
 
 
 def remove_flash_patch() -> None:
-    """Restores every name. Safe to call twice."""
+    """Ends what ``apply_flash_patch`` applied. Safe to call twice."""
     with applied_lock:
         _applied.close()
 

@@ -246,10 +246,10 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def _quantized(module: Any, bits: int) -> nn.Module:
-    """Returns the module with ``bits`` bits; unchanged if it has no more, or if rows are not a multiple of a group.
+    """Returns the module with ``bits`` bits; unchanged if it has no more, or if new groups do not fit its rows.
 
-    How often drafts of a 2-bit copy of a 4-bit model of 28M parameters were the model's own choice: 83 % in code and 76
-    % in prose with high bits, 76 and 67 % with codes that were quantized a second time.
+    Affine codes are cut to their high bits. With 2 of 4 bits (28M parameters), the model would have written 83 % of the
+    drafted tokens in code and 76 % in prose; with codes that were quantized a second time, 76 and 67 %.
     """
     if hasattr(module, "to_quantized"):
         fits = module.weight.shape[-1] % GROUP_SIZE == 0

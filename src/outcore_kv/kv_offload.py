@@ -220,7 +220,7 @@ class KvDisk:
         turn.arrived = True
 
     def computed(self, module: int) -> None:
-        """Stores the keys and values of a computed layer. Raises StoreError if that fails; they are in memory then."""
+        """Stores the keys and values of a computed layer. Raises StoreError if that fails; they stay in memory then."""
         unit = self._index.get(module)
         turn = None if unit is None else self._open.get(unit)
         if unit is None or turn is None:

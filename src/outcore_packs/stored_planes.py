@@ -179,7 +179,7 @@ _WHOLE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 def _eights(words: mx.array, bits: int, wide: mx.Dtype) -> mx.array:
-    """Unpacks words to integers of eight codes each, (..., n / 8)."""
+    """Returns packed codes as integers of dtype ``wide``, each with eight of a row's n codes: (..., n / 8)."""
     if bits in _WHOLE:
         return words.view(_WHOLE[bits]).astype(wide)
     stream = words.view(mx.uint8).reshape(*words.shape[:-1], -1, bits)

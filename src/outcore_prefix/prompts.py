@@ -125,7 +125,7 @@ class StoredPrompts:
     def _names(self, tokens: Sequence[int], step: int) -> list[str]:
         """Returns the name of each block boundary, the first for no tokens, and last the name of the whole prompt."""
         if GRID % step:
-            raise ValueError(f"chunks of {step} tokens: a block has {GRID}")
+            raise ValueError(f"chunks of {step} tokens do not divide a block of {GRID}")
         ids = np.asarray(tokens, np.int32)
         # The chunk length is part of the names: another length may give other bits.
         names = [_digest(self._begin, str(step).encode())]

@@ -93,7 +93,7 @@ def pack_files(
     open_pieces: Callable[[], Pieces],
     progress: Progress | None = None,
 ) -> None:
-    """Write those of the ``wanted`` files that are missing or damaged. ``files``: all files that the copy may have.
+    """Write those of the ``wanted`` files that are missing or damaged. ``files``: all that the copy may ever have.
     Raises as ``pack_overlay``."""
     source = source_of(checkpoint)
     if len(whole_files(folder, MANIFEST, wanted, source)) < len(wanted):

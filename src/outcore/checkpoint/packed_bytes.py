@@ -125,8 +125,8 @@ def piece_bytes(name: str, piece: Piece) -> Iterator[memoryview]:
 
 
 def array_bytes(name: str, array: mx.array) -> Iterator[memoryview]:
-    """Yield the array's bytes in row-major order, some rows at a time: rows of a view (such as half of a fused weight)
-    must be copied, and all at once would take twice its memory."""
+    """Yield the array's bytes in row-major order, some rows at a time: a view (such as half of a fused weight) has to
+    be copied, and a copy of all its rows would take as much memory again."""
     if not array.size:
         return
     try:

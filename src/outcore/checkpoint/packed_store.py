@@ -138,12 +138,12 @@ def _checksum(path: Path) -> str:
 
 
 def open_model(folder: Path, compact: bool = False, **arguments: Any) -> LazyModel:
-    """Open a model lazily from the folder itself, packed or not, or from a full packed copy of it in the cache.
+    """Open the folder's model lazily: from a full packed copy in the cache if there is one, otherwise from the folder.
 
     A damaged copy in the cache is skipped with a warning, since the original is there.
 
     Args:
-        compact: use a compact copy in the cache if there is one.
+        compact: prefer a copy with the coding ``compact``.
         arguments: those of ``open_lazily``.
 
     Raises:

@@ -98,7 +98,7 @@ class Ranks(Protocol):
         for other options."""
 
     def predicted(self, prepared: Preparation, o: LoadOptions) -> Preparation:
-        """Returns the preparation with predictions for all machines together."""
+        """Returns the preparation with times that are predicted for all machines together."""
 
 
 def prepare(

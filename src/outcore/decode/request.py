@@ -23,7 +23,7 @@ class Recorder(Protocol):
         """Called when a chunk's graph was built; with it, the caches hold the prompt's first ``tokens`` tokens."""
 
     def save(self, cache: Sequence[Any], logits: mx.array | None, tokens: int | None = None) -> None:
-        """Called when the prompt, or its first ``tokens`` tokens, was computed; ``cache`` holds exactly these."""
+        """Called when the prompt, or its first ``tokens`` tokens, was computed; ``cache`` holds these and no others."""
 
 
 @dataclass(frozen=True)

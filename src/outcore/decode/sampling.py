@@ -39,7 +39,7 @@ class MlxLmSampler:
         temp: temperature; 0 takes the most likely token.
         top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens: as in
             ``mlx_lm.sample_utils.make_sampler``.
-        coupled: drafts take no random numbers, so that a seed fixes the text.
+        coupled: each token is drawn with the random numbers that it has without drafts, so that a seed fixes the text.
     """
 
     temp: float = 0.0

@@ -44,11 +44,11 @@ class Recorded:
     """The work of one unit in one pass.
 
     Attributes:
-        unit: its number; None: a resident layer, whose outputs other ranks need.
+        unit: its number; None: a resident layer whose outputs other ranks need, or a copy of another rank's layer.
         arrays: everything derived from the unit's weights.
         moved: caches that the unit's call changed, with their new arrays.
         arriving, leaving: inputs from other ranks, outputs to other ranks.
-        lease: of the unit's slot; None: the pass is recorded, and no slot is taken yet.
+        lease: of the unit's slot; None: the pass is only recorded so far, and its slot is taken later.
     """
 
     unit: int | None

@@ -185,7 +185,7 @@ def _piece_size(
 
 
 def ranges(unit: Unit, begins: Mapping[Path, int]) -> tuple[tuple[int, int, int], ...]:
-    """Returns the byte ranges to read for a piece, as in ``PieceSize``; ``begins``: ``Place.begins`` of its layer."""
+    """Returns ``PieceSize.ranges`` of a piece; ``begins``: by file, the lowest offset of its layer."""
     numbers = {file: n for n, file in enumerate(begins)}
     return tuple((numbers[e.file], e.offset - begins[e.file], e.nbytes) for e in unit.extents)
 

@@ -349,7 +349,7 @@ def another(
 
 
 def come_down(size: ModelSize, plan: Plan, room: int, calibration: Calibration) -> Plan:
-    """Returns the plan to load by: ``plan``, or one with fewer resident layers if only ``room`` bytes are free."""
+    """Returns ``plan`` if it fits into ``room``, the bytes that are free; otherwise one with fewer resident layers."""
     if plan.peak_bytes <= room:
         return plan
     size, options = replace(size, kv_disk="off"), {"prefill_step": plan.prefill_step}

@@ -36,13 +36,13 @@ class StandIns:
 
     Args:
         layers: how many of the units are layers; the units after these are tables.
-        split: by layer, its pieces, for layers that have more than one.
+        split: the pieces of each layer that has more than one.
         switches: by layer, the modules that are called with expert indices.
 
     Attributes:
         order, looked_up, used: as in ``Trace``; ``order`` is that of the current pass.
         calls: by layer, its pieces in call order. ``given``: by unit, the caches passed to it.
-        hidden: most bytes of a layer's first array argument. ``extra``: all other array arguments, by ``id()``.
+        hidden: bytes of the largest first array argument of a layer. ``extra``: the other arguments, by ``id()``.
     """
 
     def __init__(

@@ -249,8 +249,8 @@ def knee(plans: Sequence[Plan], available: int) -> Plan | None:
 
 
 def computing_from(plans: Sequence[Plan]) -> Plan | None:
-    """Returns the smallest streaming plan that, like all larger ones, is about as fast as the resident plan: from its
-    budget on, computing is the limit. None if there is none, or the last plan is not fully resident.
+    """Returns the streaming plan from whose budget on computing is the limit: it and all larger plans are about as fast
+    as the resident one. None if there is none, or the last plan is not fully resident.
     """
     if plans[-1].streams:
         return None

@@ -87,8 +87,8 @@ class Prompter:
         """The prompt of a request.
 
         Args:
-            most: limit in tokens. Text with more characters than this many tokens can have is refused before it is
-                tokenized, since each token takes a hundred bytes; the caller checks the number of tokens.
+            most: limit in tokens. Text with more characters than so many tokens can have is refused before it is
+                tokenized, as tokens take a hundred bytes each; whether the tokens are too many, the caller checks.
 
         Raises:
             RequestError: a field is wrong, or not supported by this model; ``param`` names it.

@@ -321,7 +321,7 @@ class HeldBody:
         return await self.work(read_json, data, site.limits.values)
 
     async def work(self, work: Callable[..., R], *args: Any) -> R:
-        """Call ``work``, in another thread if the body is large."""
+        """Returns ``work(*args)``, computed in another thread if the request's body is large."""
         return await asyncio.to_thread(work, *args) if self.received > LARGE_BODY else work(*args)
 
 

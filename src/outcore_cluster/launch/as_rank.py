@@ -65,7 +65,7 @@ def check_same(link: Link, command: str, args: argparse.Namespace) -> None:
     for name in mine:
         if len({json.dumps(each[name]) for each in gathered}) > 1:
             raise UsageError(
-                f"{name}: {[each[name] for each in gathered]} on ranks 0 to {link.size - 1}; give all the same"
+                f"{name}: {[each[name] for each in gathered]} on ranks 0 to {link.size - 1}; give each the same"
             )
 
 

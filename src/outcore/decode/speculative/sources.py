@@ -90,7 +90,7 @@ class DraftSource:
 
 
 def draft_sources() -> dict[str, DraftSource]:
-    """Returns the kinds of drafts that packages add, by their words."""
+    """Returns the kinds of drafts that packages add, by their words for ``--draft``."""
     return {source.kind: source for module in packages.modules("drafts").values() for source in module.SOURCES}
 
 
