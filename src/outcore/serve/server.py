@@ -210,7 +210,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
     except (OSError, UnicodeError) as e:
         raise UsageError(f"--host {host}: {getattr(e, 'strerror', None) or one_line(e)}") from e
     sockets: list[socket.socket] = []
-    missing: OSError | None = None
+    failed: OSError | None = None
     with ExitStack() as opened:
         for family, address in dict.fromkeys((f, a) for f, _, _, _, a in found):
             # asyncio sets TCP_NODELAY only for IPPROTO_TCP; without it, an answer's second half waits for 40 ms.
@@ -223,13 +223,13 @@ def listen(host: str, port: int) -> list[socket.socket]:
                 sockets.append(listening)
             except OSError as e:
                 # Skips addresses that this machine does not have, such as ::1 without IPv6.
-                missing = e
+                failed = e
                 if e.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     sockets.clear()
                     break
         if not sockets:
-            assert missing is not None
-            raise OutcoreError(f"--host {host} --port {port}: {missing.strerror}") from missing
+            assert failed is not None
+            raise OutcoreError(f"--host {host} --port {port}: {failed.strerror}") from failed
         opened.pop_all()
     return sockets
 
