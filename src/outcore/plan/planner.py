@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import BudgetError, UsageError, called
 from ..sizes import format_size
 from ..text import counted
-from .candidate import Candidates
+from .candidate import ALLOCATOR_SHARE, Candidates
 from .machine_profile import Calibration
 from .model_size import ModelSize
 from .partition import held_between, smallest_slot, unit_sizes
@@ -214,8 +214,10 @@ def _with_larger_step(size: ModelSize, plan: Plan, steps: Sequence[int]) -> Plan
     between = held_between(size.layers, plan.parts)
     for step in (s for s in steps if s > plan.prefill_step):
         more = size.activations(step, between) - size.activations(plan.prefill_step, between)
-        if more <= plan.budget_bytes - plan.peak_bytes:
-            return replace(plan, prefill_step=step, activation_bytes=plan.activation_bytes + more)
+        reused = min(size.reuse, plan.allocator_bytes + int(more * ALLOCATOR_SHARE) + 1)
+        longer = replace(plan, prefill_step=step, activation_bytes=plan.activation_bytes + more, allocator_bytes=reused)
+        if longer.peak_bytes <= plan.budget_bytes:
+            return longer
     return plan
 
 
