@@ -378,7 +378,7 @@ def test_an_output_that_is_there_is_kept_unless_told(
     assert status == 2 and "was made with" in err
     write(source, completions(2, 1)[1:])
     status, _, err = run(capsys, model, source, output, "--resume")
-    assert status == 2 and "has changed" in err and output.read_bytes() == before
+    assert status == 2 and "no longer in the input" in err and output.read_bytes() == before
     assert run(capsys, model, source, output, "--overwrite")[0] == 0
     assert [r["custom_id"] for r in records(output)] == ["r1"]
     assert main(command(model, source, output, "--overwrite", "--resume")) == 2

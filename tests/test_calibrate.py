@@ -264,14 +264,14 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monke
 
 def test_a_folder_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CalibrationError, match="writable, or give a model"), scratch_file(tmp_path / "file" / "model"):
+    with pytest.raises(CalibrationError, match="writable, or name a model"), scratch_file(tmp_path / "file" / "model"):
         pass
 
 
 def test_a_folder_on_another_disk_is_left_alone(tmp_path: Path) -> None:
     disk = tmp_path.stat().st_dev
     with (
-        pytest.raises(CalibrationError, match="would not be on the disk that is measured"),
+        pytest.raises(CalibrationError, match="is not on the disk to measure"),
         scratch_file(tmp_path / "not" / "there", disk + 1, 1 << 20),
     ):
         pass
@@ -314,9 +314,9 @@ def test_the_disk_of_a_small_model_is_not_measured_where_no_scratch_file_can_be_
     assert {p: p.stat().st_mtime_ns for p in [folder, *folder.iterdir()]} == before
     (line,) = notes
     assert line.startswith("the disk was not measured, 3 GB/s are assumed: ")
-    assert "would not be on the disk that is measured" in line
+    assert "is not on the disk to measure" in line
     assert not found.measured and found.kinds
-    with pytest.raises(CalibrationError, match="would not be on the disk"):
+    with pytest.raises(CalibrationError, match="is not on the disk"):
         ranges(None, folder)
 
 
@@ -457,7 +457,7 @@ def test_layers_larger_than_memory_are_a_note(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(layers, "last_resort", lambda: 1000)
     notes: list[str] = []
     assert calibrate.measure_kinds(prepared.profile, 1, note=notes.append) == {}
-    assert len(notes) == 1 and "of which only 1.00 KB are free" in notes[0]
+    assert len(notes) == 1 and "and only 1.00 KB are free" in notes[0]
 
 
 class Ticking:
@@ -578,7 +578,7 @@ def test_calibrate_without_a_model_measures_the_disk(
     ("args", "status", "says"),
     [
         (["no/such/model/here"], 1, "no/such/model"),
-        (["--dtype", "float32"], 2, "give one"),
+        (["--dtype", "float32"], 2, "give --model"),
         (["--cpu-streams", "0"], 2, "at least 1"),
     ],
 )

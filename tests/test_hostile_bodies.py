@@ -113,7 +113,7 @@ def test_a_stop_string_has_a_thousand_characters_at_most(path: str) -> None:
         return messages(USER, 1) | own | ({"prompt": "x"} if path == TEXT else {})
 
     assert parsed(path, body("x" * 1000)).stop == ("a", "x" * 1000)
-    with pytest.raises(RequestError, match="more than 1000 characters") as told:
+    with pytest.raises(RequestError, match="longer than 1000 characters") as told:
         parsed(path, body("x" * 1001))
     assert told.value.status == 400
 

@@ -103,7 +103,7 @@ def test_a_configuration_is_read_from_a_dictionary() -> None:
     whole = dataclasses.asdict(FlashConfig(enabled=True, ram_budget_gb=8))
     assert FlashConfig.from_dict(whole) == FlashConfig(enabled=True, ram_budget_gb=8)
     assert FlashConfig.from_dict(whole).options().memory == 8_000_000_000
-    with pytest.warns(UserWarning, match="without effect: unknown_key"):
+    with pytest.warns(UserWarning, match="no such fields, ignored: unknown_key"):
         assert FlashConfig.from_dict({"enabled": True, "unknown_key": 999}).enabled
 
 

@@ -456,7 +456,7 @@ def test_every_byte_of_a_mirror_is_compared_once_before_it_is_used(
         opened.seek(at)
         opened.write(bytes([byte ^ 4]))
     assert prepare(own, **options).mirrors, "a look does not find it"
-    with pytest.raises(StoreError, match=f"{file}: byte {at} is not as in"):
+    with pytest.raises(StoreError, match=f"{file}: differs from .* at byte {at}"):
         load()
     with file.open("r+b") as opened:
         opened.seek(at)
