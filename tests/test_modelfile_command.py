@@ -240,7 +240,7 @@ def test_what_stands_in_a_prompt_cache_is_not_said_again(
     run("cache-prompt", str(quick_model), "--prompt", "import os", "--prompt-cache-file", cache)
     path = file(f"FROM {quick_model}", TURN, "SYSTEM be brief")
     status, record, _ = run("generate", "--modelfile", path, "--prompt-cache-file", cache)
-    assert status == 2 and "line 6: the text before the question" in record["error"]
+    assert status == 2 and "line 6: --prompt-cache-file already contains the text before" in record["error"]
 
 
 def answered(*pieces: str) -> Any:
