@@ -301,11 +301,12 @@ def test_a_read_that_fails_changes_nothing(full: Path, monkeypatch: pytest.Monke
         assert all(map(equal, expected, found))
 
 
-def test_a_full_disk_ends_the_answer_and_nothing_else(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("after", [0, 15])
+def test_a_full_disk_ends_the_answer_and_nothing_else(full: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """In the prompt, and in the answer's first whole block."""
     expected = long_in_memory(full)
     with opened(full, context=TOKENS + 300) as model:
-        cache, left, real = make_prompt_cache(model), [15], Scratch.write
+        cache, left, real = make_prompt_cache(model), [after], Scratch.write
 
         def write(self: Scratch, offset: int, data: memoryview) -> None:
             if not left[0]:

@@ -237,7 +237,9 @@ def test_streams_that_are_full_closed_or_of_another_encoding(model: Path) -> Non
     info = f'{outcore_} info "{model}" --memory 1GB'
     for line, status, says in (
         (f"{info} >/dev/full", 1, "outcore info: cannot write the output: No space left"),
+        (f"{info} --json 2>&1 >/dev/full", 1, ""),
         (f"{outcore_} --version >/dev/full", 1, "No space left"),
+        (f"{outcore_} generate --help >/dev/full", 1, "No space left"),
         (f"{outcore_} nosuch 2>/dev/full", 2, ""),
         (f"{info} >&- 2>&- <&-", 0, ""),
         (f"PYTHONIOENCODING=ascii {outcore_} plan '{model}' --no-calibrate --memory 1GB", 0, ""),
