@@ -56,7 +56,7 @@ class MemoryOptions:
         None, "Keep exactly N layers in memory. Default: as many as fit.", least=0, metavar="N"
     )
     slots: int | None = _option(
-        None, "Slots of the ring that layers are streamed through. Default: the fastest of 2, 3, 4 and 6.", least=2, metavar="N"
+        None, "Slots of the ring that streams layers. Default: the fastest of 2, 3, 4 and 6.", least=2, metavar="N"
     )
     head_resident: bool | None = _option(
         None,
