@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import pytest
 
 import outcore
 from interrupts import heard
-from outcore import BudgetError, OutputError, RequestError, UsageError
+from outcore import OutputError, RequestError, UsageError
+from outcore.checks import parse_size
 from outcore.cli.commands import parser_of
 from outcore.cli.main import main
 from outcore.decode.preparation import prepare
@@ -30,8 +32,22 @@ from quick_transformers import python_path
 
 
 @pytest.fixture(scope="module")
-def model(demo_model: Path) -> Path:
-    return demo_model
+def model(quick_models: Callable[[int], Path], demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers that know the demo model's form of a chat."""
+    folder = Path(shutil.copytree(quick_models(3), tmp_path_factory.mktemp("models") / "chats"))
+    shutil.copy(demo_model / "chat_template.jinja", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Any:
+    """mlx-lm's model, and its tokenizer."""
+    return mlx_lm.load(str(model))
+
+
+def smallest(model: Path, prompt: int, answer: int) -> int:
+    """The smallest budget for a request that is alone."""
+    return prepare(model, memory="1GB", context=prompt + answer, prompt=prompt).planning.smallest
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +83,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str, str]:
 
 
 def test_answers_are_in_openais_format(
-    capsys: pytest.CaptureFixture[str], model: Path, tokenizer: Any, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], model: Path, plain: Any, tmp_path: Path
 ) -> None:
     chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "def f(x):"}]}], "max_tokens": 4}
     source = write(
@@ -93,7 +109,7 @@ def test_answers_are_in_openais_format(
     said, text = (found[name]["response"]["body"] for name in ("chat", "text"))
     assert (said["object"], text["object"]) == ("chat.completion", "text_completion")
     assert text["usage"]["completion_tokens"] == 6 and text["choices"][0]["finish_reason"] == "length"
-    theirs, _ = mlx_lm.load(str(model))
+    theirs, tokenizer = plain
     assert text["choices"][0]["text"] == mlx_lm.generate(theirs, tokenizer, "def read_lines(path):\n", max_tokens=6)
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "def f(x):"}], add_generation_prompt=True)
     expected = mlx_lm.generate(theirs, tokenizer, asked, max_tokens=4)
@@ -106,10 +122,9 @@ def test_answers_are_in_openais_format(
 
 
 def test_stop_strings_end_an_answer_and_are_not_part_of_it(
-    capsys: pytest.CaptureFixture[str], model: Path, tokenizer: Any, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], model: Path, plain: Any, tmp_path: Path
 ) -> None:
-    theirs, _ = mlx_lm.load(str(model))
-    whole = mlx_lm.generate(theirs, tokenizer, "def read_lines(path):\n", max_tokens=12)
+    whole = mlx_lm.generate(*plain, "def read_lines(path):\n", max_tokens=12)
     stop = whole[5:9]
     body = {"prompt": "def read_lines(path):\n", "max_tokens": 12}
     lines = [line("s", body | {"stop": ["never there", stop]}), line("none", body)]
@@ -128,10 +143,11 @@ BAD_LINES: list[tuple[str, str, str]] = [
     (line("a", {"prompt": "x"}, method="GET"), "invalid_request", "method"),
     (line("b", {"prompt": "x"}, url="/v1/embeddings"), "unsupported_url", "/v1/chat/completions"),
     (line("c", {"prompt": ""}), "invalid_request", "empty"),
+    # With room it would end at once: token 90 is an x.
     (
-        line("e", {"prompt": "def f(x):\n", "stop": " ", "max_tokens": 4000}),
-        "insufficient_memory",
-        "do not fit into 26.0 MB",
+        line("e", {"prompt": [5] * 4, "stop": "x", "max_tokens": 4000, "logit_bias": {"90": 100}}),
+        NO_MEMORY,
+        "4 prompt tokens and up to 4000 new ones do not fit into ",
     ),
     (line("f", {"prompt": "x", "n": 2}), "unsupported_parameter", "n: not supported"),
     (json.dumps({"custom_id": "g", "url": COMPLETION}), "invalid_request", "body"),
@@ -145,43 +161,24 @@ BAD_LINES: list[tuple[str, str, str]] = [
 ]
 
 
-def test_what_a_line_needs_is_said_and_does(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
-    lines = [line(name, {"prompt": "def f(x):\n", "max_tokens": n}) for name, n in (("short", 4), ("long", 4000))]
-    source, output = write(tmp_path / "in", lines), tmp_path / "out"
-    assert run(capsys, model, source, output, "--memory", "26MB")[0] == 0
-    (error,) = (r["error"]["message"] for r in records(output) if r["error"])
-    least = error.partition(": give ")[2].partition(" and --resume")[0]
-    # Without the answer, which is long; the budget alone is of interest.
-    prompt = int(error.partition(": ")[2].split()[0])
-    prepared = prepare(model, memory=least, context=prompt + 4000, prompt=prompt)
-    with pytest.raises(BudgetError):
-        prepare(model, memory=prepared.plan.smallest_budget_bytes - 1, context=prompt + 4000, prompt=prompt)
-
-
-def test_room_for_no_line_at_all_fails_and_names_the_smallest_budget(
+def test_what_has_room_is_answered_and_what_needs_least_is_named(
     capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
 ) -> None:
-    source, output = write(tmp_path / "in", completions(3, 20)), tmp_path / "out"
-    status, out, err = run(capsys, model, source, output, "--memory", "5MB")
-    assert status == 1 and out == "" and not output.exists()
-    assert "none of the 3 requests fits into " in err
-    least = err.rpartition("the smallest that works is ")[2].strip()
-    write(source, completions(1, 20))
-    assert run(capsys, model, source, output, "--memory", least, "--concurrency", "1")[0] == 0
-    assert records(output)[0]["error"] is None
-
-
-def test_what_has_room_is_answered_and_what_needs_least_is_named(
-    capsys: pytest.CaptureFixture[str], quick_model: Path, tmp_path: Path
-) -> None:
-    lines = [line(f"r{n}", {"prompt": "def f(x):\n", "stop": " ", "max_tokens": 2000}) for n in range(2)]
-    lines.append(line("long", {"prompt": "word " * 600, "max_tokens": 1}))
+    # Given long answers and a long prompt, which needs less than those.
+    lines = [line(f"r{n}", {"prompt": [5] * 4, "max_tokens": 3000}) for n in range(2)]
+    lines.append(line("least", {"prompt": [5] * 60, "max_tokens": 1}))
     source, output = write(tmp_path / "in", lines), tmp_path / "out"
-    assert run(capsys, quick_model, source, output, "--memory", "13MB")[0] == 0
-    assert [r["custom_id"] for r in records(output) if r["error"] is None] == ["long"]
-    assert all(r["error"]["code"] == NO_MEMORY for r in records(output) if r["error"])
-    status, _, err = run(capsys, quick_model, source, tmp_path / "no", "--memory", "6MB")
-    assert status == 1 and "none of the 3 requests fits into " in err
+    # When there is room for none, then nothing is written, and the budget is named that the least takes.
+    too_small = smallest(model, 60, 1) - 200_000
+    status, out, err = run(capsys, model, source, output, "--memory", f"{too_small}B")
+    assert status == 1 and out == "" and not output.exists()
+    assert "none of the 3 requests fits into " in err and "60 prompt tokens and up to 1 new ones" in err
+    # When it is given, then that one is answered.
+    least = err.rpartition("the smallest that works is ")[2].strip()
+    assert 0 <= parse_size(least) - smallest(model, 60, 1) < 100_000
+    assert run(capsys, model, source, output, "--memory", least)[0] == 0
+    assert [r["custom_id"] for r in records(output) if r["error"] is None] == ["least"]
+    assert [r["error"]["code"] for r in records(output) if r["error"]] == [NO_MEMORY, NO_MEMORY]
 
 
 def test_bad_lines_are_reported_and_harm_nobody(
@@ -190,7 +187,8 @@ def test_bad_lines_are_reported_and_harm_nobody(
     source = write(tmp_path / "in", [*completions(2, 3), *(text for text, _, _ in BAD_LINES)])
     with source.open("ab") as file:
         file.write(b'{"custom_id": "\xff"}\n')
-    status, out, _ = run(capsys, model, source, tmp_path / "out", "--memory", "26MB", "--json")
+    short = (smallest(model, 4, 4000) + smallest(model, 8, 8)) // 2
+    status, out, _ = run(capsys, model, source, tmp_path / "out", "--memory", f"{short}B", "--json")
     assert status == 0
     record = json.loads(out.splitlines()[-1])
     assert (record["completed"], record["failed"]) == (2, len(BAD_LINES) + 1)
@@ -200,8 +198,12 @@ def test_bad_lines_are_reported_and_harm_nobody(
         assert found["response"] is None and found["error"]["code"] == code and message in found["error"]["message"]
     assert "not JSON" in errors[f"line {len(BAD_LINES) + 3}"]["error"]["message"]
     # What there was no memory for is tried again, in its place; all else stays.
-    before = {r["custom_id"]: r for r in records(tmp_path / "out") if (r["error"] or {}).get("code") != NO_MEMORY}
-    status, out, _ = run(capsys, model, source, tmp_path / "out", "--resume", "--json")
+    found = records(tmp_path / "out")
+    before = {r["custom_id"]: r for r in found if (r["error"] or {}).get("code") != NO_MEMORY}
+    refused = next(r["error"]["message"] for r in found if (r["error"] or {}).get("code") == NO_MEMORY)
+    least = refused.partition(": give ")[2].partition(" and --resume")[0]
+    assert 0 <= parse_size(least) - smallest(model, 4, 4000) < 200_000, "what is named is no more than it takes"
+    status, out, _ = run(capsys, model, source, tmp_path / "out", "--resume", "--json", "--memory", least)
     record = json.loads(out.splitlines()[-1])
     assert status == 0 and (record["completed"], record["failed"]) == (3, len(BAD_LINES)) and record["sequences"] == 1
     after = records(tmp_path / "out")
@@ -335,9 +337,16 @@ def test_a_run_that_is_ended_goes_on_without_loss_and_without_doubles(
 ) -> None:
     source, output = write(tmp_path / "in", completions(*MANY)), tmp_path / "out"
     environment = os.environ | {"PYTHONPATH": python_path(Path(outcore.__file__).parents[1])}
+    # Each further line takes a while: of so small a model all are there before a signal comes.
+    slowly = (
+        "import time; from outcore_batch.files import Output; from outcore.cli.main import entry\n"
+        "write = Output.write\n"
+        "Output.write = lambda self, record: (write(self, record), time.sleep(0.2))\n"
+        "entry()"
+    )
     with heard():
         process = subprocess.Popen(
-            [sys.executable, "-m", "outcore", *command(model, source, output, *SHARED)],
+            [sys.executable, "-c", slowly, *command(model, source, output, *SHARED)],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
     until = time.monotonic() + 60
@@ -361,7 +370,7 @@ def test_a_run_that_is_ended_goes_on_without_loss_and_without_doubles(
     assert len(records(output)) == 8 and texts(output) == undisturbed
 
 
-def test_an_output_that_is_there_is_kept_unless_told(
+def test_an_output_that_is_there_is_kept_unless_asked_otherwise(
     capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
 ) -> None:
     source, output = write(tmp_path / "in", completions(1, 1)), tmp_path / "out"
