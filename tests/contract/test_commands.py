@@ -5,8 +5,8 @@ of its own."""
 from __future__ import annotations
 
 import json
-import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,13 +36,16 @@ PLAN = {
 
 Run = Callable[..., tuple[Any, str, str]]
 
+STREAMED = ["--memory", "300MB", "--resident", "1"]
 
-def process(*words: str, **env: str) -> tuple[int, str, str]:
-    """The same in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "outcore", *words], capture_output=True, text=True, env=os.environ | env
-    )
-    return done.returncode, done.stdout, done.stderr
+
+@pytest.fixture(scope="module")
+def small(quick_models: Callable[[int], Path], demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Three layers and a chat template."""
+    folder = tmp_path_factory.mktemp("commands") / "model"
+    shutil.copytree(quick_models(3), folder)
+    shutil.copy(demo_model / "chat_template.jinja", folder)
+    return str(folder)
 
 
 def one_document(out: str) -> Any:
@@ -84,8 +87,8 @@ def test_what_fails_is_1_and_one_line_that_names_it(command: str, outcore_here: 
     assert status == one_document(out)["exit_status"] == 1
 
 
-def test_a_budget_that_is_too_small_is_1_and_names_the_smallest_that_works(outcore_here: Run, demo_model: Path) -> None:
-    words = ["generate", str(demo_model), "-p", "x", "-m", "1"]
+def test_a_budget_that_is_too_small_is_1_and_names_the_smallest_that_works(outcore_here: Run, small: str) -> None:
+    words = ["generate", small, "-p", "x", "-m", "1", "--ignore-chat-template"]
     status, out, err = outcore_here(*words, "--memory", "1MB")
     found = re.search(r"smallest that works is ([\d.]+ [MG]B)", err)
     assert (status, out) == (1, "") and found is not None
@@ -94,18 +97,18 @@ def test_a_budget_that_is_too_small_is_1_and_names_the_smallest_that_works(outco
     assert status == 0 and record["peak_memory_bytes"] <= record["budget_bytes"]
 
 
-def test_the_answer_alone_is_on_standard_output(outcore_here: Run, demo_model: Path) -> None:
-    words = ["generate", str(demo_model), "-p", "def add(a, b):", "-m", "8", "--memory", "16MB"]
+def test_the_answer_alone_is_on_standard_output(outcore_here: Run, small: str) -> None:
+    words = ["generate", small, "-p", "def add(a, b):", "-m", "8", *STREAMED]
     status, out, err = outcore_here(*words)
     record = one_document(outcore_here(*words, "--json")[1])
-    assert status == 0 and record["text"] in out and "Streaming" not in out and "budget" in err
+    assert status == 0 and record["text"] in out and "Streaming" not in out and "budget" in err and "Streaming" in err
     quiet = outcore_here(*words, "--quiet", "--verbose", "F")
     assert quiet[0] == 0 and quiet[1] == record["text"] + "\n"
     assert len(record["tokens"]) == record["generation_tokens"] == 8
 
 
-def test_the_keys_of_each_commands_json(outcore_here: Run, demo_model: Path, tmp_path: Path) -> None:
-    model, found = str(demo_model), {}
+def test_the_keys_of_each_commands_json(outcore_here: Run, small: str, demo_model: Path, tmp_path: Path) -> None:
+    model, found = small, {}
     (tmp_path / "in.jsonl").write_text(
         '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x = ", "max_tokens": 4}}\n'
         '{"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", '
@@ -115,27 +118,25 @@ def test_the_keys_of_each_commands_json(outcore_here: Run, demo_model: Path, tmp
     (tmp_path / "text").write_text("def add(a, b):\n    return a + b\n" * 40)
     answers = tmp_path / "out.jsonl"
     words = {
-        "generate": [model, "-p", "x = ", "-m", "4", "--memory", "16MB"],
-        "generate.drafted": [model, "-p", "x = ", "-m", "4", "--memory", "20MB", "--draft", "ngram"],
+        "generate": [model, "-p", "x = ", "-m", "4", *STREAMED],
+        "generate.drafted": [model, "-p", "x = ", "-m", "4", *STREAMED, "--draft", "ngram"],
         "plan": [model, "--memory", "60MB", "--no-calibrate"],
-        "batch": [model, "-i", str(tmp_path / "in.jsonl"), "-o", str(answers), "--memory", "60MB"],
-        "cache-prompt": [model, "-p", "x = ", "--prompt-cache-file", str(tmp_path / "p"), "--memory", "25MB"],
+        "batch": [model, "-i", str(tmp_path / "in.jsonl"), "-o", str(answers), *STREAMED],
+        "cache-prompt": [model, "-p", "x = ", "--prompt-cache-file", str(tmp_path / "p"), *STREAMED],
         "pack": [model, "--output", str(tmp_path / "packed")],
         "perplexity": [
-            *[model, "--data-path", str(tmp_path / "text"), "--memory", "200MB"],
+            *[model, "--data-path", str(tmp_path / "text"), *STREAMED],
             *["--sequence-length", "16", "--num-samples", "2", "--batch-size", "2"],
         ],
         "cache": ["ls"],
-        "demo": ["-m", "4"],
+        "demo": ["-m", "2"],
+        "info": [str(demo_model), "--memory", "60MB"],  # of weights in several types
+        "list": ["--cache-dir", str(tmp_path)],
     }
     for name, given in words.items():
         status, out, _ = outcore_here(name.partition(".")[0], *given, "--json")
         assert status == 0, name
         found[name] = shapes.shape(one_document(out)) if out else None
-    for name, given in {"info": [model, "--memory", "60MB"], "list": ["--cache-dir", str(tmp_path)]}.items():
-        status, out, _ = process(name, *given, "--json")
-        assert status == 0, name
-        found[name] = shapes.shape(one_document(out))
     assert {"forward_passes", "sweeps"} & set(found["generate"])
     assert set(found["generate"]) >= GENERATE and set(found["plan"]) >= PLAN
     lines = [json.loads(line) for line in answers.read_text().splitlines()]
@@ -145,8 +146,8 @@ def test_the_keys_of_each_commands_json(outcore_here: Run, demo_model: Path, tmp
     shapes.same("commands", found, loose=True)
 
 
-def test_ctrl_c_is_130(demo_model: Path, tmp_path: Path) -> None:
-    words = ["generate", str(demo_model), "-p", "x = ", "-m", "9000", "--memory", "200MB", "--resident", "0", "--json"]
+def test_ctrl_c_is_130(small: str) -> None:
+    words = ["generate", small, "-p", "x = ", "-m", "9000", *STREAMED, "--json"]
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored here would be ignored there
     try:
