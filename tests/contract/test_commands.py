@@ -108,7 +108,7 @@ def test_the_answer_alone_is_on_standard_output(outcore_here: Run, small: str) -
 
 
 def test_the_keys_of_each_commands_json(outcore_here: Run, small: str, demo_model: Path, tmp_path: Path) -> None:
-    model, found = small, {}
+    model, found = small, dict[str, Any]()
     (tmp_path / "in.jsonl").write_text(
         '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x = ", "max_tokens": 4}}\n'
         '{"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", '
