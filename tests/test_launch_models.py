@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,15 @@ import pytest
 from fake_ssh import behind
 from outcore.cli.main import main
 
-ASK = ["--memory", "16MB", "-p", "def read_lines(path):", "--ignore-chat-template", "--seed", "1"]
+ASK = ["-p", "def read_lines(path):", "--ignore-chat-template", "--seed", "1"]
+STREAMED = ["--memory", "30MB", "--resident", "0", "--draft", "none"]
 
 
 @pytest.fixture(scope="module")
-def spoken(served: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six random layers and a chat template: what ranks say to each other does not depend on sense."""
+def spoken(quick_models: Callable[[int], Path], demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four random layers and a chat template: what ranks say to each other does not depend on sense."""
     folder = tmp_path_factory.mktemp("ranks") / "spoken"
-    shutil.copytree(served, folder)
+    shutil.copytree(quick_models(4), folder)
     shutil.copy(demo_model / "chat_template.jinja", folder)
     return folder
 
@@ -47,15 +49,27 @@ def by_one(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_several_ranks_give_one_ranks_text(spoken: Path, capsys: Any) -> None:
-    """Of three ranks, and without drafts, test_ranks.py."""
-    more = ["--memory", "80MB", "--draft", "self:3", "--temp", "1"]
-    words = ["generate", "--model", str(spoken), *ASK, "-m", "8", *more, "--json"]
-    alone = by_one(capsys, *words)
-    shared = outcore("launch", "--hosts", "local", "-n", "2", "--", *words)
+    """Of three ranks, and without drafts, test_ranks.py. The text is printed before the launcher's JSON."""
+    words = [
+        "generate",
+        "--model",
+        str(spoken),
+        *ASK,
+        "-m",
+        "6",
+        "--memory",
+        "80MB",
+        "--draft",
+        "self:3",
+        "--temp",
+        "1",
+    ]
+    one = json.loads(by_one(capsys, *words, "--json"))
+    shared = outcore("launch", "--hosts", "local", "-n", "2", "--json", "--", *words)
     assert shared.returncode == 0, shared.stderr
     # Standard output holds one line: of the first rank.
-    one, several = json.loads(alone), json.loads(shared.stdout)
-    assert several["tokens"] == one["tokens"] and len(one["tokens"]) == 8
+    several = json.loads(shared.stdout)
+    assert several["tokens"] == one["tokens"] and len(one["tokens"]) == 6 and several["text"] in shared.stderr
     # What the first line tells is not told again.
     assert "layers are this machine's" not in shared.stderr
     assert several["draft"] == one["draft"]
@@ -63,40 +77,34 @@ def test_several_ranks_give_one_ranks_text(spoken: Path, capsys: Any) -> None:
     assert [part["host"] for part in foreseen["ranks"]] == ["local"] * 2 and "shared" not in one
     assert "2 machines share the layers" in shared.stderr.splitlines()[0]
     assert foreseen["predicted_token_s"] > 0 < foreseen["predicted_ttft_s"] and foreseen["latency_s"] > 0
+    assert [rank["exit_status"] for rank in several["launch"]["ranks"]] == [0, 0]
 
 
-@pytest.mark.parametrize("first", ["a"])
-def test_a_quiet_launcher_prints_only_what_went_wrong(first: str, spoken: Path, tmp_path: Path) -> None:
-    words = ["launch", *behind(tmp_path, [first, "local"]), "--quiet", "--", "generate"]
-    words += ["--model", str(spoken), *ASK]
-    refused = outcore(*words, "-m", "0")
-    assert refused.returncode == 2 and refused.stdout == "" and "--max-tokens 0: give at least 1" in refused.stderr
-
-
-@pytest.mark.parametrize("first", ["local"])
-def test_the_launchers_json_has_the_answer(first: str, spoken: Path, tmp_path: Path) -> None:
-    """Of a first rank here and elsewhere; where it fails, what went wrong. The text is told meanwhile."""
-    words = ["launch", *behind(tmp_path, [first, "local"]), "--json", "--", "generate"]
-    words += ["--model", str(spoken), *ASK, "-m", "8"]
-    done = outcore(*words)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert len(found["tokens"]) == 8 and found["text"] in done.stderr and found["shared"]["ranks"]
-    assert [rank["exit_status"] for rank in found["launch"]["ranks"]] == [0, 0]
-    failed = outcore(*words, "--memory", "1MB")
-    assert failed.returncode == 1
+def test_a_quiet_launchers_json_has_what_went_wrong_and_only_that_is_printed(spoken: Path, tmp_path: Path) -> None:
+    """Of a first rank elsewhere, which alone looks for what drafts."""
+    draft = str(tmp_path / "none")
+    words = ["launch", *behind(tmp_path, ["a", "local"]), "--quiet", "--json", "--", "generate"]
+    failed = outcore(*words, "--model", str(spoken), *ASK, "--draft", draft)
     found = json.loads(failed.stdout)
-    assert found["type"] == "BudgetError" and "too small" in found["error"] and found["launch"]["failed"] in (0, 1)
+    assert failed.returncode == 1 and draft in found["error"] and found["launch"]["failed"] in (0, 1)
+    assert failed.stderr == f"outcore generate: {found['error']}\n"
 
 
-def test_a_plan_over_several_ranks(spoken: Path) -> None:
-    """A line for each rank is printed, by the first. A flag about one machine is refused."""
-    words = ["plan", str(spoken), "--memory", "20MB", "--context", "200", "--no-calibrate"]
-    done = outcore("launch", "--hosts", "local,local", "--", *words)
-    assert done.returncode == 0, done.stderr
+def test_a_plan_over_several_ranks(spoken: Path, tmp_path: Path) -> None:
+    """A line for each rank is printed, by the first. Of one elsewhere a terminal shows that it is waited for."""
+    words = ["plan", str(spoken), *STREAMED, "--context", "200", "--no-calibrate"]
+    command = [sys.executable, "-m", "outcore", "launch", *behind(tmp_path, ["a", "b"]), "--", *words]
+    terminal, end_of_it = pty.openpty()
+    with os.fdopen(terminal, "rb", 0) as shown, os.fdopen(end_of_it, "wb", 0) as errors:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=120,
+            env=os.environ | {"TERM": "xterm"},
+        )  # fmt: skip
+        seen = shown.read(100_000).decode()
+    assert done.returncode == 0 and "waiting for a" in seen, seen
     assert "on 2 machines: predicted" in done.stdout.splitlines()[0]
-    rows = re.findall(r"^rank (\d) \(local\): (\d+) layers, ", done.stdout, re.MULTILINE)
-    assert [rank for rank, _ in rows] == ["0", "1"] and sum(int(layers) for _, layers in rows) > 2
+    rows = re.findall(r"^rank (\d) \([ab]\): (\d+) layers, ", done.stdout, re.MULTILINE)
+    assert [rank for rank, _ in rows] == ["0", "1"] and sum(int(layers) for _, layers in rows) == 4
     assert "Layers lie in " in done.stdout
 
 
@@ -116,7 +124,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_what_ends_one_rank_is_told_by_all(spoken: Path) -> None:
-    words = ["generate", "--model", str(spoken), *ASK, "-m", "1000"]
+    words = ["generate", "--model", str(spoken), *ASK, *STREAMED, "-m", "1000"]
     began = time.monotonic()
     done = outcore("launch", "--hosts", "local,local", "--", sys.executable, "-c", RUN, *words)
     assert done.returncode == 1 and time.monotonic() - began < 20
@@ -124,9 +132,9 @@ def test_what_ends_one_rank_is_told_by_all(spoken: Path) -> None:
     assert "rank 1 (local): outcore generate: layer 3: the disk is gone" in done.stderr
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
-def test_a_run_that_is_disturbed_ends_on_all_ranks(sign: signal.Signals, spoken: Path) -> None:
-    words = ["generate", "--model", str(spoken), *ASK, "--memory", "30MB", "--resident", "0", "-m", "3000"]
+def test_ctrl_c_ends_a_text_on_all_ranks(spoken: Path) -> None:
+    """What a kill does is test_serve_ranks.py's and test_rank_kills.py's."""
+    words = ["generate", "--model", str(spoken), *ASK, *STREAMED, "-m", "3000"]
     command = [sys.executable, "-m", "outcore", "launch", "--hosts", "local,local", "--", *words]
     pipe = subprocess.PIPE
     launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
@@ -134,71 +142,84 @@ def test_a_run_that_is_disturbed_ends_on_all_ranks(sign: signal.Signals, spoken:
         assert launcher.stdout is not None
         assert launcher.stdout.readline()
         processes = psutil.Process(launcher.pid).children(recursive=True)
-        ranks = [p for p in processes if "generate" in p.cmdline()]
-        assert len(ranks) == 2
-        if sign == signal.SIGKILL:
-            next(p for p in ranks if p.environ()["MLX_RANK"] == "1").kill()
-        else:
-            launcher.send_signal(sign)
+        assert len([p for p in processes if "generate" in p.cmdline()]) == 2
+        launcher.send_signal(signal.SIGINT)
         _, errors = launcher.communicate(timeout=10)
     finally:
         launcher.kill()
-    assert launcher.returncode == {signal.SIGKILL: 1, signal.SIGINT: 130}[sign]
-    assert ("rank 1 (local)" in errors) == (sign == signal.SIGKILL)
+    assert launcher.returncode == 130 and "rank" not in errors
     _, alive = psutil.wait_procs(processes, timeout=2)
     assert not alive
 
 
-def test_several_ranks_hold_one_conversation(spoken: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["chat", "--model", str(spoken), "--memory", "24MB", "--max-tokens", "4", "--seed", "1", "--json"]
-    said = "def read_lines(path):\n\nclass Reader:\nh\n"
-    run = {"input": said, "capture_output": True, "text": True, "timeout": 120}
-    monkeypatch.setattr(sys, "stdin", io.StringIO(said))
-    alone = json.loads(by_one(capsys, *words).splitlines()[-1])
-    several = subprocess.run([sys.executable, "-m", "outcore", "launch", "--hosts", "local,local", "--", *words], **run)
-    assert several.returncode == 0, several.stderr
-    shared = json.loads(several.stdout.splitlines()[-1])
-    assert len(alone["turns"]) == 2 and shared["tokens"] == alone["tokens"]
-    assert several.stderr.count("2 machines share the layers") == 1 and "layers are this" not in several.stderr
-    # What is refused is not offered.
-    assert "h this help" in several.stderr and "/save" not in several.stderr
+CHAT = """
+import os, sys
+from outcore.cli import answers
+from outcore.cli.main import main
+
+most = iter([7, 7, 3000])
+if os.environ["MLX_RANK"] == "1":
+    answers.most_tokens = lambda *_: next(most)
+sys.exit(main(sys.argv[1:]))
+"""
 
 
-def test_whoever_types_to_a_first_rank_elsewhere_sees_that_it_starts_and_what_to_type(
-    spoken: Path, tmp_path: Path
+def test_several_ranks_hold_one_conversation(
+    spoken: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Typed to a first rank elsewhere. An answer is as long as all ranks have room for; Ctrl-C ends one on all of them,
+    and not the conversation."""
+    words = ["chat", "--model", str(spoken), *STREAMED, "--seed", "1", "--json"]
+    said = ["def read_lines(path):", "class Reader:"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n\n".join(said) + "\n"))
+    alone = json.loads(by_one(capsys, *words, "--max-tokens", "7").splitlines()[-1])
+    script = [sys.executable, "-c", CHAT, *words, "--max-tokens", "3000"]
+    command = [sys.executable, "-m", "outcore", "launch", *behind(tmp_path, ["a", "local"]), "--", *script]
     terminal, end_of_it = pty.openpty()
-    words = ["launch", *behind(tmp_path, ["a", "local"]), "--", "chat", "--model", str(spoken), "--memory", "24MB"]
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "outcore", *words],
+        command,
         stdin=end_of_it,
-        stdout=end_of_it,
+        stdout=subprocess.PIPE,
         stderr=end_of_it,
+        text=True,
         env=os.environ | {"TERM": "xterm"},
         start_new_session=True,
     )
     os.close(end_of_it)
-    seen, end = "", time.monotonic() + 60
-    while "each line is a message" not in seen and time.monotonic() < end and launcher.poll() is None:
-        if select.select([terminal], [], [], 0.1)[0]:
-            seen += os.read(terminal, 1000).decode(errors="replace")
-    os.write(terminal, b"q\n")
+    seen = ""
+
+    def until(text: str, times: int = 1, more: int = 0) -> None:
+        nonlocal seen
+        end = time.monotonic() + 60
+        while seen.count(text) < times or len(seen.rpartition(text)[2]) < more:
+            assert time.monotonic() < end and launcher.poll() is None, seen
+            if select.select([terminal], [], [], 0.1)[0]:
+                seen += os.read(terminal, 1000).decode(errors="replace")
+
     try:
-        assert launcher.wait(30) == 0
+        until("each line is a message")
+        for number, line in enumerate(said, 1):
+            os.write(terminal, f"{line}\n".encode())
+            until("answer of", number)
+        os.write(terminal, b"import os\n")
+        until("import os\r\n", more=3)  # the answer has begun
+        launcher.send_signal(signal.SIGINT)
+        until("answer of", 3)
+        os.write(terminal, b"q\n")
+        assert launcher.stdout is not None
+        shared = json.loads(launcher.stdout.read().splitlines()[-1])
+        assert launcher.wait(30) == 0, seen
     finally:
         launcher.kill()
+        launcher.communicate()
         os.close(terminal)
-    waits, _, told = seen.partition("2 machines share")
-    assert "waiting for a" in waits and "waiting for a" not in told
-    assert "q quit" in told and "each line is a message" in told and "Esc Enter" not in told
-
-
-@pytest.mark.parametrize("first", ["local"])
-def test_a_draft_that_there_is_not_is_told_once(first: str, spoken: Path, tmp_path: Path) -> None:
-    where = behind(tmp_path, [first, "local"])
-    draft = str(tmp_path / "none")
-    done = outcore("launch", *where, "--", "generate", "--model", str(spoken), *ASK, "--draft", draft)
-    assert done.returncode == 1 and done.stderr.count(draft) == 1 == done.stderr.count("\n"), done.stderr
+    assert [len(turn["tokens"]) for turn in shared["turns"]][:2] == [7, 7]
+    assert [turn["tokens"] for turn in shared["turns"]][:2] == [turn["tokens"] for turn in alone["turns"]]
+    *_, third = [line for line in seen.splitlines() if "answer of" in line]
+    assert ", stopped," in third and len(shared["turns"]) == 3
+    # It is seen what to type; what is refused is not offered.
+    assert seen.count("2 machines share the layers") == 1 and "layers are this" not in seen
+    assert "q quit" in seen and "each line is a message" in seen and "Esc Enter" not in seen and "/save" not in seen
 
 
 def test_what_the_first_rank_finds_is_told_once(spoken: Path, tmp_path: Path) -> None:
@@ -218,57 +239,10 @@ def test_a_line_that_one_machine_has_no_room_for_is_no_other_lines_harm(spoken: 
         for n, m in asked.items()
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ["batch", "--model", str(spoken), "-i", str(source), "-o", str(output), "--memory", "16MB"]
+    words = ["batch", "--model", str(spoken), "-i", str(source), "-o", str(output), "--memory", "30MB"]
     done = outcore("launch", "--hosts", "local,local", "--", *words)
     found = {row["custom_id"]: row for row in map(json.loads, output.read_text().splitlines())}
     assert done.returncode == 0 and found.keys() == asked.keys(), done.stderr
     assert found["huge"]["error"]["code"] == "insufficient_memory"
     for name in ("small", "another"):
         assert found[name]["response"]["body"]["usage"]["completion_tokens"] == asked[name]
-
-
-CHAT = """
-import os, sys
-from outcore.cli import answers
-from outcore.cli.main import main
-
-rank, how = os.environ["MLX_RANK"], sys.argv[1]
-words = sys.argv[2:]
-if how == "unequal" and rank == "1":
-    answers.most_tokens = lambda *_: 7
-sys.exit(main(words))
-"""
-
-
-def chat_on_two(spoken: Path, how: str, said: str, *more: str) -> subprocess.CompletedProcess[str]:
-    words = ["chat", "--model", str(spoken), "--memory", "60MB", "--max-tokens", "40", "--json", *more]
-    script = [sys.executable, "-c", CHAT, how, *words]
-    launch = [sys.executable, "-m", "outcore", "launch", "--hosts", "local,local", "--", *script]
-    return subprocess.run(launch, input=said, capture_output=True, text=True, timeout=240)
-
-
-def test_an_answer_is_as_long_as_all_ranks_have_room_for(spoken: Path) -> None:
-    said = "def read_lines(path):\n" * 2
-    done = chat_on_two(spoken, "unequal", said)
-    assert done.returncode == 0, done.stderr
-    turns = json.loads(done.stdout.splitlines()[-1])["turns"]
-    assert [len(turn["tokens"]) for turn in turns] == [7, 7]
-
-
-def test_ctrl_c_ends_an_answer_of_all_ranks_and_not_the_conversation(spoken: Path) -> None:
-    words = ["chat", "--model", str(spoken), "--memory", "24MB", "--resident", "0", "--max-tokens", "120"]
-    command = [sys.executable, "-m", "outcore", "launch", "--hosts", "local,local", "--", *words]
-    pipe = subprocess.PIPE
-    launcher = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    try:
-        assert launcher.stdin is not None and launcher.stdout is not None
-        launcher.stdin.write("def read_lines(path):\n")
-        launcher.stdin.flush()
-        assert launcher.stdout.read(1)
-        launcher.send_signal(signal.SIGINT)
-        out, errors = launcher.communicate("class Reader:\n", timeout=60)
-    finally:
-        launcher.kill()
-    assert launcher.returncode == 0 and out, errors
-    first, second = [line for line in errors.splitlines() if "answer of" in line]
-    assert ", stopped," in first and "answer of 120" not in first and ", stopped" not in second

@@ -21,6 +21,7 @@ def for_processes(folder: Path) -> None:
     made = import_utils.create_import_structure_from_path(MODELS)
     kept.write_bytes(pickle.dumps(str(MODELS)) + pickle.dumps(made))
     os.environ["OUTCORE_TESTS_TRANSFORMERS"] = str(kept)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy starts one for each core when it is imported: 0.1 s
     os.environ["PYTHONPATH"] = python_path(Path(__file__).parent / "quick_start")
 
 
