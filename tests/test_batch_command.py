@@ -198,9 +198,9 @@ def test_bad_lines_are_reported_and_harm_nobody(
         assert found["response"] is None and found["error"]["code"] == code and message in found["error"]["message"]
     assert "not JSON" in errors[f"line {len(BAD_LINES) + 3}"]["error"]["message"]
     # What there was no memory for is tried again, in its place; all else stays.
-    found = records(tmp_path / "out")
-    before = {r["custom_id"]: r for r in found if (r["error"] or {}).get("code") != NO_MEMORY}
-    refused = next(r["error"]["message"] for r in found if (r["error"] or {}).get("code") == NO_MEMORY)
+    first = records(tmp_path / "out")
+    before = {r["custom_id"]: r for r in first if (r["error"] or {}).get("code") != NO_MEMORY}
+    refused = next(r["error"]["message"] for r in first if (r["error"] or {}).get("code") == NO_MEMORY)
     least = refused.partition(": give ")[2].partition(" and --resume")[0]
     assert 0 <= parse_size(least) - smallest(model, 4, 4000) < 200_000, "what is named is no more than it takes"
     status, out, _ = run(capsys, model, source, tmp_path / "out", "--resume", "--json", "--memory", least)
