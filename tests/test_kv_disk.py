@@ -8,8 +8,6 @@ import gc
 import os
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache as kept
@@ -20,6 +18,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import (
     KVCache,
+    QuantizedKVCache,
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
@@ -31,12 +30,14 @@ import zoo
 from outcore.decode.generate import generate_step
 from outcore.decode.passes import MLX_LM_STEP, KvBits
 from outcore.decode.preparation import prepare
+from outcore.decode.speculative.drafting import Drafting
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
 from outcore.modules.cache_check import check_cache
 from outcore.modules.hooks import flat
 from outcore.options import LoadOptions
 from outcore_kv.cache_store import Offloaded
 from outcore_kv.scratch import Scratch
+from stand_ins import Oracle, TokensOnly
 
 TOKENS = 300
 """Of a prompt: more than a block, and not whole blocks."""
@@ -46,8 +47,10 @@ Answer = list[tuple[int, mx.array]]
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All of its layers have full attention."""
-    return zoo.save_checkpoint("qwen3", tmp_path_factory.mktemp("kv") / "qwen3")
+    """All of its three layers have full attention."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | {"num_hidden_layers": 3})
+        return zoo.save_checkpoint("qwen3", tmp_path_factory.mktemp("kv") / "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +73,13 @@ def ids(tokens: int, begin: int = 0) -> mx.array:
     return mx.array([(7 * i * i + 3 * i) % 100 + 3 for i in range(begin, begin + tokens)], dtype=mx.int32)
 
 
-def answer(model: Any, cache: list[Any], prompt: mx.array, tokens: int = 5, **options: Any) -> Answer:
+def answer(model: Any, cache: list[Any], prompt: mx.array, tokens: int = 3, **options: Any) -> Answer:
+    """Of TOKENS the first chunk fills no block, and the second one goes beyond it."""
     steps = generate_step(
         prompt,
         model,
         max_tokens=tokens,
-        prefill_step_size=options.pop("prefill_step_size", 64),
+        prefill_step_size=options.pop("prefill_step_size", 160),
         prompt_cache=cache,
         **options,
     )
@@ -120,15 +124,15 @@ def three_texts(folder: Path, kv_disk: str, **options: Any) -> list[Answer]:
     load = {k: options.pop(k) for k in ("resident", "memory", "io", "head_resident") if k in options}
     with opened(folder, kv_disk, **load) as model:
         cache = make_prompt_cache(model)
-        found = [answer(model, cache, ids(TOKENS), **options), answer(model, cache, ids(9, 400), **options)]
+        found = [answer(model, cache, ids(TOKENS), **options), answer(model, cache, ids(9, 400), 2, **options)]
         assert (on_disk(cache) > 0) == (kv_disk == "on" and model.outcore.plan.kv_slot > 0)
         if trim_prompt_cache(cache, 60):
-            found.append(answer(model, cache, ids(30, 500), **options))
+            found.append(answer(model, cache, ids(30, 500), 2, **options))
         return found
 
 
-TYPES = ["qwen3_5", "falcon_h1", "gemma4", "deepseek_v32", "afm7"]
-"""A hybrid, lists of caches, full and sliding attention, latent attention, keys shared by layers."""
+TYPES = ["falcon_h1", "gemma4", "deepseek_v32", "afm7"]
+"""Lists of caches, recurrent ones among them, full and sliding attention, latent attention, keys shared by layers."""
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -138,9 +142,8 @@ def test_bits_are_those_of_keys_and_values_in_memory(model_type: str, tmp_path: 
     assert len(a) == len(b) and all(map(equal, a, b))
 
 
-@pytest.mark.parametrize(("bits", "start"), [(4, 0), (8, TOKENS + 2)])
-def test_bits_of_quantized_keys_and_values(full: Path, bits: int, start: int) -> None:
-    options = {"kv": KvBits(bits, 32, start, MLX_LM_STEP)}
+def test_bits_of_quantized_keys_and_values(full: Path) -> None:
+    options = {"kv": KvBits(4, 32, 0, MLX_LM_STEP)}
     assert all(map(equal, three_texts(full, "off", **options), three_texts(full, "on", **options)))
 
 
@@ -166,18 +169,23 @@ def test_each_token_reads_whole_blocks_of_all_its_layers_once(full: Path, monkey
         answer(model, cache, ids(1, 5), 4)
         model.outcore.streaming.drain()
         each = sum(n for _, n in model.outcore.size.kept_apart)
-        # Some of the first sweep's were read ahead before, and some of the next one's may be there, too; a read that
+        # Some of the first pass's were read ahead before, and some of the next one's may be there, too; a read that
         # was cut short is counted again.
         assert 3 * 256 * each <= sum(read) <= 6 * 256 * each
 
 
-@pytest.mark.parametrize(("first", "second", "start"), [(TOKENS, 100, 350)])
-def test_bits_of_caches_that_are_quantized_between_chunks(full: Path, first: int, second: int, start: int) -> None:
+@pytest.mark.parametrize("start", [TOKENS + 1, TOKENS + 40])
+def test_bits_of_caches_that_are_quantized_between_tokens_and_chunks(full: Path, start: int) -> None:
     def texts(where: str) -> list[Answer]:
-        options = {"kv": KvBits(8, 32, start, MLX_LM_STEP)}
-        with opened(full, where, context=800) as model:
-            cache = make_prompt_cache(model)
-            return [answer(model, cache, ids(first), 2, **options), answer(model, cache, ids(second, 77), 3, **options)]
+        options: dict[str, Any] = {"kv": KvBits(8, 32, start, MLX_LM_STEP), "prefill_step_size": 128}
+        with opened(full, where) as model:
+            cache, quantized = make_prompt_cache(model), []
+            found = [answer(model, cache, ids(TOKENS), **options)]
+            quantized.append(isinstance(cache[0], QuantizedKVCache))
+            found.append(answer(model, cache, ids(150, 77), 2, **options))
+            quantized.append(isinstance(cache[0], QuantizedKVCache))
+            assert quantized == [start < TOKENS + 3, True] and on_disk(cache) == (len(cache) if where == "on" else 0)
+            return found
 
     assert all(map(equal, texts("off"), texts("on")))
 
@@ -190,37 +198,46 @@ def test_without_its_package_keys_and_values_stay_in_memory(full: Path, monkeypa
         assert not model.outcore.plan.kv_slot
 
 
-@pytest.mark.parametrize(("first", "back"), [(600, 100), (513, 5)])
-def test_tokens_taken_back_of_the_only_layer_on_disk(full: Path, first: int, back: int) -> None:
+@pytest.mark.parametrize(("first", "kept_tokens", "then"), [(TOKENS, 100, 200), (257, 257, 6)])
+def test_tokens_taken_back_of_the_only_layer_on_disk(full: Path, first: int, kept_tokens: int, then: int) -> None:
     """What was read ahead for it is what others have taken the place of."""
 
     def texts(where: str) -> list[Answer]:
-        with opened(full, where, context=1100, resident=3) as model:
+        with opened(full, where, resident=2) as model:
             cache = make_prompt_cache(model)
-            assert len(cache) == 4
+            assert len(cache) == 3
             found = [answer(model, cache, ids(first))]
             assert on_disk(cache) == (where == "on")
-            trim_prompt_cache(cache, cache[0].offset - back if back > 5 else back)
-            for tokens in (500 if back > 5 else 6, 1, 1):
+            trim_prompt_cache(cache, cache[0].offset - kept_tokens)
+            assert cache[0].offset == kept_tokens
+            for tokens in (then, 1, 1):
                 found.append(answer(model, cache, ids(tokens, 9), 2))
             return found
 
     assert all(map(equal, texts("off"), texts("on")))
 
 
-def test_drafts_are_verified_against_keys_and_values_on_disk(short_model: Path) -> None:
-    def text(**options: Any) -> list[int]:
-        options |= {"memory": "1GB", "resident": 0, "slots": 2, "dtype": "float32"}
-        model, tokenizer = outcore.load(str(short_model), **options)
-        with model.outcore:
-            prompt = tokenizer.encode("def f(x):\n    return x + 1\n\n" * 20)
-            found = outcore.stream_generate(model, tokenizer, prompt, 8, prompt_cache=make_prompt_cache(model))
-            tokens = [(r.token, r.from_draft) for r in found]
-            assert (model.outcore.plan.kv_slot > 0) == (options["kv_disk"] == "on")
-            assert model.outcore.metrics.drafted > 0 or options["draft"] == "none"
-        return [token for token, _ in tokens]
+def test_drafts_are_verified_against_keys_and_values_on_disk(
+    quick_models: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with a recurrent layer, too. Of each three drafted tokens one is wrong."""
 
-    assert text(kv_disk="on", draft="ngram") == text(kv_disk="off", draft="none")
+    prompt: Any = ids(260).tolist()
+
+    def text(**options: Any) -> list[int]:
+        model, _ = outcore.load_model(quick_models(2), memory="1GB", resident=0, slots=2, govern=False, **options)
+        with model.outcore:
+            cache = make_prompt_cache(model)
+            found = list(outcore.stream_generate(model, TokensOnly(), prompt, 8, prompt_cache=cache))
+            assert on_disk(cache) == (options["kv_disk"] == "on")
+            drafted = options["draft"] != "none"
+            assert {r.from_draft for r in found} == ({True, False} if drafted else {False})
+            assert (model.outcore.metrics.drafted > sum(r.from_draft for r in found)) == drafted
+        return [r.token for r in found]
+
+    expected = text(kv_disk="off", draft="none")
+    monkeypatch.setattr(Drafting, "source", lambda *_: Oracle([*prompt, *expected], 3))
+    assert text(kv_disk="on", draft="ngram") == expected
 
 
 # What happens in the middle
@@ -239,9 +256,12 @@ def in_memory(full: Path) -> list[Answer]:
 
 
 @kept
-def long_in_memory(full: Path) -> Answer:
+def three_more_in_memory(full: Path) -> Answer:
+    """What answers three tokens behind TOKENS, with keys and values in memory."""
     with opened(full, "off") as model:
-        return answer(model, make_prompt_cache(model), ids(TOKENS), 240)
+        cache = make_prompt_cache(model)
+        answer(model, cache, ids(TOKENS), 1)
+        return answer(model, cache, ids(3, 9))
 
 
 @pytest.mark.parametrize(("prompt", "at"), [(True, 5), (False, 0), (False, 11)])
@@ -250,7 +270,7 @@ def test_after_an_exception_in_the_middle_of_a_pass_caches_are_what_they_were(
 ) -> None:
     expected = in_memory(full)
     with opened(full) as model:
-        cache, left = make_prompt_cache(model), [at]
+        cache, left, broken = make_prompt_cache(model), [at], 0
 
         def break_off() -> None:
             left[0] -= 1
@@ -265,25 +285,23 @@ def test_after_an_exception_in_the_middle_of_a_pass_caches_are_what_they_were(
             try:
                 found.append(answer(model, cache, piece))
             except Broken:
+                broken += 1
                 # Those tokens that were handed out stay, as ever; here none was.
                 held = model.outcore.in_cache
                 assert held == 0 or at > 3
                 while cache[0].offset > sum(
                     len(p) for p in ([ids(TOKENS), ids(250, 7), ids(2)])[: len(found)]
-                ) + 5 * len(found):
+                ) + 3 * len(found):
                     assert trim_prompt_cache(cache, 1)
                 left[0] = 10**9
                 found.append(answer(model, cache, piece))
-        assert all(map(equal, expected, found))
+        assert broken and all(map(equal, expected, found))
 
 
 def test_a_read_that_fails_changes_nothing(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(full, "off") as model:
-        cache = make_prompt_cache(model)
-        expected = [answer(model, cache, ids(TOKENS)), answer(model, cache, ids(3, 9))]
     with opened(full) as model:
         cache = make_prompt_cache(model)
-        found = [answer(model, cache, ids(TOKENS))]
+        answer(model, cache, ids(TOKENS), 1)
         works = [False]
 
         def fails(_: int) -> None:
@@ -297,15 +315,16 @@ def test_a_read_that_fails_changes_nothing(full: Path, monkeypatch: pytest.Monke
                 answer(model, cache, ids(3, 9))
             assert [c.offset for c in cache] == offsets
         works[0] = True
-        found.append(answer(model, cache, ids(3, 9)))
-        assert all(map(equal, expected, found))
+        assert equal(three_more_in_memory(full), answer(model, cache, ids(3, 9)))
 
 
-@pytest.mark.parametrize("after", [0, 15])
+@pytest.mark.parametrize("after", [0, 5])
 def test_a_full_disk_ends_the_answer_and_nothing_else(full: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """In the prompt, and in the answer's first whole block."""
-    expected = long_in_memory(full)
-    with opened(full, context=TOKENS + 300) as model:
+    """In the prompt, at once and after some writes, and where the answer fills a block."""
+    begin, block = 250, 256
+    with opened(full, "off") as model:
+        expected = answer(model, make_prompt_cache(model), ids(begin), 12)
+    with opened(full) as model:
         cache, left, real = make_prompt_cache(model), [after], Scratch.write
 
         def write(self: Scratch, offset: int, data: memoryview) -> None:
@@ -319,17 +338,17 @@ def test_a_full_disk_ends_the_answer_and_nothing_else(full: Path, monkeypatch: p
             answer(model, cache, ids(TOKENS))
         assert [c.offset for c in cache] == [0] * len(cache)
         left[0] = 10**9
-        found = answer(model, cache, ids(TOKENS), 200)
+        answer(model, cache, ids(begin), 2)
         left[0] = 0
         with pytest.raises(StoreError):
-            answer(model, cache, mx.array([found[-1][0]]), 100)
+            answer(model, cache, mx.array([expected[2][0]]), 20)
         held = cache[0].offset
-        assert TOKENS + 199 <= held < 512 and {c.offset for c in cache} == {held}, "a whole block was not written"
+        assert begin + 2 <= held < block and {c.offset for c in cache} == {held}, "a whole block was not written"
         left[0] = 10**9
         # The cache holds the answer so far: it goes on as if nothing had been.
-        following = held - TOKENS
-        rest = answer(model, cache, mx.array([expected[following][0]]), 20)
-        assert equal(expected[following + 1 : following + 21], rest)
+        following = held - begin
+        rest = answer(model, cache, mx.array([expected[following][0]]), 11 - following)
+        assert cache[0].offset > block and equal(expected[following + 1 :], rest)
 
 
 # A cache, between sweeps
@@ -337,13 +356,11 @@ def test_a_full_disk_ends_the_answer_and_nothing_else(full: Path, monkeypatch: p
 
 def test_a_cache_on_disk_can_be_copied_saved_and_used_in_memory(full: Path, tmp_path: Path) -> None:
     with opened(full, "off") as model:
-        cache = make_prompt_cache(model)
-        answer(model, cache, ids(TOKENS))
-        plain = copy.deepcopy(cache)
-        expected = answer(model, cache, ids(3, 9))
+        plain = make_prompt_cache(model)
+        answer(model, plain, ids(TOKENS), 1)
     with opened(full) as model:
         cache = make_prompt_cache(model)
-        answer(model, cache, ids(TOKENS))
+        answer(model, cache, ids(TOKENS), 1)
         check_cache(model.outcore.forms, cache)
         assert on_disk(cache) == len(cache) and not any(c.empty() for c in cache)
         for c, p in zip(cache, plain, strict=True):
@@ -355,44 +372,40 @@ def test_a_cache_on_disk_can_be_copied_saved_and_used_in_memory(full: Path, tmp_
         save_prompt_cache(str(tmp_path / "saved.safetensors"), cache)
         assert on_disk(cache) == len(cache)
         loaded = load_prompt_cache(str(tmp_path / "saved.safetensors"))
+        expected = three_more_in_memory(full)
         assert all(equal(expected, answer(model, each, ids(3, 9))) for each in (other, loaded, cache))
         assert on_disk(other) == len(other), "it was brought along"
 
 
 def test_a_cache_of_another_model_that_keeps_its_own_on_disk(full: Path) -> None:
-    with opened(full, "off") as model:
-        cache = make_prompt_cache(model)
-        answer(model, cache, ids(TOKENS))
-        expected = answer(model, cache, ids(3, 9))
+    expected = three_more_in_memory(full)
     with opened(full) as other:
         with opened(full) as model:
             cache, lost = make_prompt_cache(model), make_prompt_cache(model)
-            answer(model, cache, ids(TOKENS))
-            answer(model, lost, ids(TOKENS))
+            for each in (cache, lost):
+                answer(model, each, ids(TOKENS), 1)
             assert equal(expected, answer(other, cache, ids(3, 9))) and on_disk(cache) == len(cache)
         with pytest.raises(ClosedError):
             answer(other, lost, ids(3, 9))
         fresh = make_prompt_cache(other)
-        answer(other, fresh, ids(TOKENS))
+        answer(other, fresh, ids(TOKENS), 1)
         assert equal(expected, answer(other, fresh, ids(3, 9)))
 
 
-@pytest.mark.parametrize("how", ["keys", "pickle", "copy"])
-def test_a_cache_on_disk_is_changed_and_copied_as_one_in_memory(full: Path, how: str) -> None:
+def test_a_cache_on_disk_is_changed_and_copied_as_one_in_memory(full: Path) -> None:
     def texts(where: str) -> list[Answer]:
-        with opened(full, where, context=900) as model:
+        with opened(full, where, context=700) as model:
             cache = make_prompt_cache(model)
-            answer(model, cache, ids(TOKENS))
+            answer(model, cache, ids(TOKENS), 1)
             assert on_disk(cache) == (len(cache) if where == "on" else 0)
-            other = cache
-            if how == "pickle":
-                other = pickle.loads(pickle.dumps(cache))
-            elif how == "copy":
-                other = [copy.copy(c) for c in cache]
-            else:
-                for c in cache:
-                    setattr(c, how, getattr(c, how) * 2)
-            return [answer(model, c, ids(n, 9)) for c, n in ((other, 260), (cache, 5))]
+            copies = [copy.copy(c) for c in cache], pickle.loads(pickle.dumps(cache))
+            found = [answer(model, c, ids(n, 9), 2) for c, n in zip(copies, (260, 5), strict=True)]
+            found.append(answer(model, cache, ids(5, 9)))
+            for c in cache:
+                c.keys = c.keys * 2
+            found.append(answer(model, cache, ids(5, 9)))
+            assert not equal(*found[2:])
+            return found
 
     assert all(map(equal, texts("off"), texts("on")))
 
@@ -402,75 +415,49 @@ def test_layers_that_come_back_take_their_keys_and_values_along(full: Path) -> N
         cache = make_prompt_cache(model)
         expected = [answer(model, cache, ids(n, 3 * n)) for n in (TOKENS, 4, 5, 6)]
     with opened(full, resident=2) as model:
+        assert len(make_prompt_cache(model)) == 3
         residency, cache = model.outcore.residency, make_prompt_cache(model)
         found = [answer(model, cache, ids(TOKENS, 3 * TOKENS))]
-        assert on_disk(cache) == 2
+        assert on_disk(cache) == 1
         model.outcore.streaming.drain()
         assert residency.layers.shed(1) == 1
         found.append(answer(model, cache, ids(4, 12)))
-        assert on_disk(cache) == 3
+        assert on_disk(cache) == 2
         assert residency.layers.regrow(1) == 1
         found.append(answer(model, cache, ids(5, 15)))
         residency.layers.note_arrivals()
         found.append(answer(model, cache, ids(6, 18)))
-        assert on_disk(cache) == 2 and all(map(equal, expected, found))
+        assert on_disk(cache) == 1 and all(map(equal, expected, found))
 
 
-def test_what_was_closed_is_gone(full: Path) -> None:
-    with opened(full) as model:
-        cache = make_prompt_cache(model)
-        answer(model, cache, ids(TOKENS))
+def test_disk_is_given_back_when_a_text_is_dropped_and_all_of_it_in_the_end(full: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    with opened(full, kv_dir=folder) as model:
         beside = model.outcore.streaming.kv
+        file = beside._scratch._fd
+        sizes = []
+        for n in range(2):
+            cache = make_prompt_cache(model)
+            answer(model, cache, ids(TOKENS, n), 1)
+            os.fsync(file)
+            sizes.append(os.fstat(file).st_blocks * 512)
+            if not n:
+                del cache
+                gc.collect()
+        assert 0 < sizes[1] <= sizes[0] * 1.2, "another text takes the place of the one before"
+        # A file without a name ends with the process, however that ends.
+        assert list(folder.iterdir()) == [] and os.fstat(file).st_nlink == 0
+        assert folder.stat().st_mode & 0o777 == 0o700
     with pytest.raises(ClosedError):
         _ = cache[0].state
     beside.close()
-
-
-def test_disk_is_given_back_when_a_text_is_dropped(full: Path, tmp_path: Path) -> None:
-    with opened(full, kv_dir=tmp_path) as model:
-        scratch = model.outcore.streaming.kv._scratch
-
-        def held() -> int:
-            return os.fstat(scratch._fd).st_blocks * 512
-
-        sizes = []
-        for n in range(3):
-            cache = make_prompt_cache(model)
-            answer(model, cache, ids(TOKENS, n))
-            os.fsync(scratch._fd)
-            sizes.append(held())
-            del cache
-            gc.collect()
-        assert 0 < sizes[-1] <= sizes[0] * 1.2, "another text takes the place of the one before"
-
-
-def test_the_file_has_no_name_and_ends_with_the_process(full: Path, tmp_path: Path) -> None:
-    code = f"""
-import sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r}); sys.path.insert(0, {str(Path(zoo.__file__).parent)!r})
-from pathlib import Path
-from mlx_lm.models.cache import make_prompt_cache
-import test_kv_disk as t
-with t.opened(Path({str(full)!r}), kv_dir={str(tmp_path / "kv")!r}) as model:
-    t.answer(model, make_prompt_cache(model), t.ids(t.TOKENS))
-    print("there", flush=True)
-    time.sleep(60)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == b"there\n"
-            assert list((tmp_path / "kv").iterdir()) == []
-            assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
-        finally:
-            process.kill()
-    assert list((tmp_path / "kv").iterdir()) == []
 
 
 # When
 
 
 def test_only_a_context_that_fits_in_no_other_way_goes_to_the_disk_by_itself(deep: Path) -> None:
-    options: dict[str, Any] = {"context": 4000, "prompt": 500, "draft": "none"}
+    options: dict[str, Any] = {"context": 4000, "prompt": 260, "draft": "none"}
     with pytest.raises(BudgetError) as refused:
         outcore.load_model(deep, kv_disk="off", memory="100KB", **options)
     with pytest.raises(BudgetError) as least:
@@ -482,16 +469,18 @@ def test_only_a_context_that_fits_in_no_other_way_goes_to_the_disk_by_itself(dee
         with model.outcore as session:
             assert (session.plan.kv_slot > 0) == there == any("on disk" in note for note in session.notes)
             assert session.plan.peak_bytes <= memory
+            if not there:
+                continue
             mx.reset_peak_memory()
-            answer(model, make_prompt_cache(model), ids(500), 3, prefill_step_size=session.plan.prefill_step)
+            answer(model, make_prompt_cache(model), ids(260), 2, prefill_step_size=session.plan.prefill_step)
             assert mx.get_peak_memory() <= memory
 
 
 def test_a_text_that_outgrows_memory_goes_on_on_disk(deep: Path) -> None:
     def text(memory: int | str, **options: Any) -> tuple[list[int], bool]:
-        model, tokenizer = outcore.load(str(deep), memory=memory, context=64, prompt=8, draft="none", **options)
+        model, tokenizer = outcore.load(str(deep), memory=memory, context=64, prompt=64, draft="none", **options)
         with model.outcore as session:
-            found = outcore.stream_generate(model, tokenizer, ids(420), 3, prompt_cache=make_prompt_cache(model))
+            found = outcore.stream_generate(model, tokenizer, ids(420), 2, prompt_cache=make_prompt_cache(model))
             return [r.token for r in found], session.plan.kv_slot > 0
 
     with pytest.raises(BudgetError) as least:
