@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import multiprocessing
 import os
 import random
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,21 +27,25 @@ import zoo
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.main import main
 from outcore.decode import prefix_cache as made
+from outcore.decode import text_drafts
 from outcore.decode.request import Request
 from outcore.decode.scheduler import Scheduler
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
+from outcore.decode.speculative.drafting import Drafting
 from outcore.serve.events import Begun, Finished, GenerationRequest
 from outcore_prefix import blocks as on_disk
 from outcore_prefix import prompts
 from outcore_prefix.blocks import BlockFiles
+from stand_ins import Oracle
 from test_service import heard, serving, text_of
 
-BLOCK = 16
+BLOCK = 8
 TEXT = [(7 * i * i + 3 * i + 1) % 60 + 1 for i in range(400)]
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 16 tokens: what 512 take is the same, and longer. And a disk that always has room."""
+    """Blocks of 8 tokens: what 512 take is the same, and longer. And a disk that always has room."""
     for module in (prompts, made):
         monkeypatch.setattr(module, "GRID", BLOCK)
     monkeypatch.setattr(on_disk, "LEAST_FREE", 0)
@@ -47,7 +53,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "STATE_SHARE", 1e6)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def served(quick_models: Callable[[int], Path]) -> Path:
+    """A recurrent layer, and one with attention."""
+    return quick_models(2)
+
+
+@pytest.fixture(scope="module")
 def tokenizer(served: Path) -> TokenizerWrapper:
     return load_tokenizer(served)
 
@@ -58,7 +70,7 @@ def opened(folder: Path, prefix_cache: int | str = "on", **options: Any) -> Any:
 
 
 def answer(
-    model: Any, tokenizer: Any, ids: list[int], tokens: int = 6, **options: Any
+    model: Any, tokenizer: Any, ids: list[int], tokens: int = 4, **options: Any
 ) -> tuple[list[int], list[Any], int, int]:
     """Tokens, their log-probabilities, and of the prompt what was found; sweeps to the first token."""
     m = model.outcore.metrics
@@ -77,8 +89,8 @@ def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return a[0] == b[0] and all(np.array_equal(x, y, equal_nan=True) for x, y in zip(a[1], b[1], strict=True))
 
 
-KINDS = ("llama4", "gpt_oss", "jamba", "longcat_flash", "deepseek_v41")
-"""Plain caches, sliding windows, recurrent states between others, chunks, several in one layer, shared."""
+KINDS = ("llama4", "gpt_oss", "jamba", "longcat_flash")
+"""Chunks, sliding windows, recurrent states between others, several caches in one layer."""
 
 
 @pytest.mark.parametrize(
@@ -90,89 +102,98 @@ def test_every_kind_of_cache_comes_back_to_the_bit(
 ) -> None:
     """The same prompt again after a restart, and others that begin like it; against the same without a cache."""
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
-    first, longer, edited = TEXT[:70], TEXT[:70] + TEXT[200:230], TEXT[:50] + TEXT[300:330]
+    first, longer, edited = TEXT[:20], TEXT[:20] + TEXT[200:212], TEXT[:14] + TEXT[300:310]
     plain = opened(folder, "off", resident=resident)
     assert plain.outcore.prefix is None
-    expected = [answer(plain, tokenizer, ids) for ids in (first, longer, edited)]
+    expected = [answer(plain, tokenizer, ids, 3) for ids in (first, longer, edited)]
     plain.outcore.close()
     begun = opened(folder, resident=resident)
-    assert same(answer(begun, tokenizer, first), expected[0])
+    assert same(answer(begun, tokenizer, first, 3), expected[0])
     begun.outcore.close()
     again = opened(folder, resident=resident)
-    got = [answer(again, tokenizer, ids) for ids in (first, longer, edited)]
+    got = [answer(again, tokenizer, ids, 3) for ids in (first, longer, edited)]
     assert all(map(same, got, expected))
-    # deepseek_v41's caches are of a kind of its own.
-    whole, part = (0, 0) if model_type == "deepseek_v41" else (70, 64)
-    assert [g[2] for g in got[:2]] == [whole, part]
-    assert not whole or resident is None or [g[3] for g in got] == [0, 1, 1]
+    assert [g[2] for g in got[:2]] == [20, 16]
+    assert resident is None or [g[3] for g in got] == [0, 1, 1]
     again.outcore.close()
+
+
+def test_caches_of_another_kind_are_not_kept(tmp_path: Path, tokenizer: Any) -> None:
+    model = opened(zoo.save_checkpoint("deepseek_v41", tmp_path / "model"), resident=1)
+    first, second = (answer(model, tokenizer, TEXT[:20], 2) for _ in range(2))
+    assert same(first, second) and (first[2], second[2]) == (0, 0)
+    model.outcore.close()
 
 
 def test_it_says_so_where_quantized_keys_and_values_are_not_kept(served: Path, tokenizer: Any) -> None:
     model = opened(served)
     for _ in range(2):
-        assert answer(model, tokenizer, TEXT[:70], kv_bits=8, kv_group_size=32, quantized_kv_start=20)[2] == 0
+        assert answer(model, tokenizer, TEXT[:20], 2, kv_bits=8, kv_group_size=32, quantized_kv_start=6)[2] == 0
     assert [n for n in model.outcore.notes if n.startswith("prefix cache: with kv_bits")]
     model.outcore.close()
 
 
 def test_a_prompt_that_was_answered_needs_no_sweep(served: Path, tokenizer: Any) -> None:
     """To its first token; and its answer, sampled or with penalties, is the one that it had."""
-    ids = tokenizer.encode("def mean(values):\n    return sum(values) / len(values)\n" * 3)
+    ids = tokenizer.encode("def mean(some, values):\n    return sum(values) / len(values)\n")
+    assert len(ids) > 2 * BLOCK
     ways: list[Callable[[], dict[str, Any]]] = [
         dict,
         lambda: {"sampler": make_sampler(0.9, top_p=0.95)},
         lambda: {"logits_processors": make_logits_processors(repetition_penalty=1.3, repetition_context_size=200)},
     ]
-    model = opened(served, resident=2)
+    model, plain = opened(served, resident=1), opened(served, "off", resident=1)
+    expected = []
     for way in ways:
         mx.random.seed(7)
-        cold = answer(model, tokenizer, ids, **way())
-        for path in Path(os.environ["OUTCORE_CACHE"]).glob("prefix/*/*.end") if way is not ways[0] else ():
-            assert path.is_file()
+        expected.append(answer(plain, tokenizer, ids, **way()))
         mx.random.seed(7)
-        warm = answer(model, tokenizer, ids, **way())
-        assert warm[2:] == (len(ids), 0) and same(warm, cold)
+        assert same(answer(model, tokenizer, ids, **way()), expected[-1])
+    assert not any(itertools.starmap(same, itertools.combinations(expected, 2)))
     model.outcore.close()
-    plain = opened(served, "off", resident=2)
-    for way in ways:
-        mx.random.seed(7)
-        expected = answer(plain, tokenizer, ids, **way())
-        again = opened(served, resident=2)
-        mx.random.seed(7)
-        assert same(answer(again, tokenizer, ids, **way()), expected)
-        again.outcore.close()
     plain.outcore.close()
+    again = opened(served, resident=1)
+    for way, one in zip(ways, expected, strict=True):
+        mx.random.seed(7)
+        warm = answer(again, tokenizer, ids, **way())
+        assert warm[2:] == (len(ids), 0) and same(warm, one)
+    again.outcore.close()
 
 
-def test_drafts_know_the_whole_text(served: Path, tokenizer: Any) -> None:
-    ids = tokenizer.encode("for i in range(10):\n    print(i)\n" * 4)
-    plain = opened(served, "off", resident=2, memory="60MB")
-    expected = answer(plain, tokenizer, ids, 24)
+def test_drafts_know_the_whole_text(served: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what was found of it: guesses that count its tokens are right but for every third."""
+    ids = TEXT[:20]
+    plain = opened(served, "off", resident=1)
+    expected = answer(plain, tokenizer, ids, 8)[0]
     plain.outcore.close()
-    model = opened(served, resident=2, draft="ngram", memory="60MB")
+    monkeypatch.setattr(Drafting, "source", lambda *_: Oracle([*ids, *expected], 3))
+    monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(5, fixed=True))
+    model = opened(served, resident=1, draft="ngram")
+    accepted = []
     for found in (0, len(ids)):
-        got = answer(model, tokenizer, ids, 24)
-        assert (got[0], got[2]) == (expected[0], found)
+        got = answer(model, tokenizer, ids, 8)
+        assert (got[0], got[2]) == (expected, found)
+        accepted.append(model.outcore.metrics.accepted)
+    assert accepted[0] == accepted[1] > 0
     model.outcore.close()
 
 
 def test_whoever_goes_on_with_a_cache_finds_the_text_in_it(served: Path, tokenizer: Any) -> None:
-    ids, more = TEXT[:90], TEXT[100:120]
+    ids, more = TEXT[:20], TEXT[100:106]
 
     def conversation(model: Any) -> tuple[list[int], list[int], int]:
         cache = make_prompt_cache(model)
-        first = [r.token for r in outcore.stream_generate(model, tokenizer, ids, max_tokens=5, prompt_cache=cache)]
+        first = [r.token for r in outcore.stream_generate(model, tokenizer, ids, max_tokens=3, prompt_cache=cache)]
         held = model.outcore.in_cache
-        second = [r.token for r in outcore.stream_generate(model, tokenizer, more, max_tokens=5, prompt_cache=cache)]
+        second = [r.token for r in outcore.stream_generate(model, tokenizer, more, max_tokens=3, prompt_cache=cache)]
         return first, second, held
 
-    plain = opened(served, "off", resident=2, prefill_step_size=BLOCK)
+    plain = opened(served, "off", resident=1, prefill_step_size=BLOCK)
     expected = conversation(plain)
     plain.outcore.close()
-    model = opened(served, resident=2)
+    model = opened(served, resident=1)
     assert conversation(model) == conversation(model) == expected
-    assert model.outcore.metrics.prompt_found == 90
+    assert model.outcore.metrics.prompt_found == 20
     model.outcore.close()
 
 
@@ -180,8 +201,8 @@ def test_a_prompt_that_fails_leaves_what_was_there(
     served: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error in its sweep, or in choosing its first token: nothing of it is in the caller's caches."""
-    ids = TEXT[:90]
-    model = opened(served, resident=2)
+    ids = TEXT[:20]
+    model = opened(served, resident=1)
     expected = answer(model, tokenizer, ids)
     cache = make_prompt_cache(model)
 
@@ -189,23 +210,21 @@ def test_a_prompt_that_fails_leaves_what_was_there(
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        list(
-            outcore.stream_generate(model, tokenizer, ids + TEXT[:20], max_tokens=3, prompt_cache=cache, sampler=fails)
-        )
+        list(outcore.stream_generate(model, tokenizer, ids + TEXT[:6], max_tokens=3, prompt_cache=cache, sampler=fails))
     assert model.outcore.in_cache == 0 and all(c.empty() for c in cache)
     got = answer(model, tokenizer, ids, prompt_cache=cache)
-    assert same(got, expected) and not cache[3].empty()
+    assert same(got, expected) and not cache[1].empty()
     model.outcore.close()
 
 
 def test_other_models_and_ways_of_computing_find_nothing(served: Path, tokenizer: Any, tmp_path: Path) -> None:
     model = opened(served)
-    answer(model, tokenizer, TEXT[:40])
+    answer(model, tokenizer, TEXT[:20])
     model.outcore.close()
     other = zoo.save_checkpoint("llama", tmp_path / "other")
-    for folder, options in ((served, {"dtype": "bfloat16"}), (other, {}), (served, {"prefill_step_size": 8})):
+    for folder, options in ((served, {"dtype": "bfloat16"}), (other, {}), (served, {"prefill_step_size": 4})):
         model = opened(folder, **options)
-        assert answer(model, tokenizer, TEXT[:40])[2] == 0
+        assert answer(model, tokenizer, TEXT[:20])[2] == 0
         model.outcore.close()
     # Chunks that blocks end in the middle of, and what cannot be kept.
     model = opened(served, prefill_step_size=7)
@@ -213,26 +232,26 @@ def test_other_models_and_ways_of_computing_find_nothing(served: Path, tokenizer
     model.outcore.close()
     model = opened(served)
     for _ in range(2):
-        assert answer(model, tokenizer, TEXT[:40], max_kv_size=64)[2] == 0
+        assert answer(model, tokenizer, TEXT[:20], max_kv_size=32)[2] == 0
     model.outcore.close()
 
 
 def test_sequences_that_come_and_go_find_their_prompts(served: Path, tokenizer: Any) -> None:
     """One alone keeps what it computes; others join with what is there, and share sweeps."""
-    prompts_ = [TEXT[:100], TEXT[:100] + TEXT[200:220], TEXT[:64] + TEXT[300:330], TEXT[50:80]]
+    prompts_ = [TEXT[:36], TEXT[:36] + TEXT[200:206], TEXT[:24] + TEXT[300:310], TEXT[50:60]]
 
     def run(model: Any) -> tuple[dict[int, list[int]], dict[int, int]]:
         sequences = Scheduler(model, prefill_step=None if model.outcore.prefix is not None else BLOCK)
         said: dict[int, list[int]] = {}
         found: dict[int, int] = {}
         for uid, ids in enumerate(prompts_):
-            sequences.add(Request(uid, ids, 8))
+            sequences.add(Request(uid, ids, 5))
             while sequences.running or sequences.waiting:
                 step = sequences.step()
                 found |= step.found
                 for token in step.tokens:
                     said.setdefault(token.uid, []).append(token.token)
-                sequences.remove([uid for uid, tokens in said.items() if len(tokens) >= 8])
+                sequences.remove([uid for uid, tokens in said.items() if len(tokens) >= 5])
                 if uid and sequences.running:
                     break
         while sequences.running or sequences.waiting:
@@ -240,23 +259,23 @@ def test_sequences_that_come_and_go_find_their_prompts(served: Path, tokenizer: 
             found |= step.found
             for token in step.tokens:
                 said[token.uid] = [*said.get(token.uid, []), token.token]
-            sequences.remove([uid for uid, tokens in said.items() if len(tokens) >= 8])
+            sequences.remove([uid for uid, tokens in said.items() if len(tokens) >= 5])
         sequences.close()
         return said, found
 
-    plain = opened(served, "off", resident=2)
+    plain = opened(served, "off", resident=1)
     expected, _ = run(plain)
     plain.outcore.close()
-    model = opened(served, resident=2)
+    model = opened(served, resident=1)
     said, found = run(model)
-    assert said == expected and found[1] == 96
+    assert said == expected and found[1] == 32
     again, found = run(model)
-    assert again == expected and found[0] == 100 and found[1] >= 96
+    assert again == expected and found[0] == 36 and found[1] >= 32
     model.outcore.close()
 
 
 def test_a_server_says_what_it_did_not_compute(served: Path) -> None:
-    asked = GenerationRequest(prompt="def add(a, b):\n    return a + b\n" * 6, max_tokens=4)
+    asked = GenerationRequest(prompt="def add(a, b):\n    return a + b\n" * 2, max_tokens=3)
     with serving(served, prefix_cache="on") as service:
         first, second = (asyncio.run(heard(service, asked)) for _ in range(2))
     tokens = [[(e.prompt_tokens, e.cached_tokens) for e in events if isinstance(e, Begun | Finished)]
@@ -312,8 +331,8 @@ def test_any_bit_that_flips_makes_a_miss_and_so_does_any_cut() -> None:
 
 def test_damaged_blocks_are_computed_again(served: Path, tokenizer: Any) -> None:
     """The longest prefix that is whole is used."""
-    model = opened(served, resident=2)
-    expected = answer(model, tokenizer, TEXT[:90])
+    model = opened(served, resident=1)
+    expected = answer(model, tokenizer, TEXT[:45])
     rng = random.Random(5)
     folder = model.outcore.prefix.blocks.folder
     for _ in range(2):
@@ -321,18 +340,18 @@ def test_damaged_blocks_are_computed_again(served: Path, tokenizer: Any) -> None
         data = bytearray(path.read_bytes())
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
-        assert same(answer(model, tokenizer, TEXT[:90]), expected)
+        assert same(answer(model, tokenizer, TEXT[:45]), expected)
     model.outcore.close()
 
 
 def test_what_was_used_longest_ago_goes_first_and_of_a_prompt_its_end(served: Path, tokenizer: Any) -> None:
-    model = opened(served, resident=2)
+    model = opened(served, resident=1)
     kept = model.outcore.prefix.blocks
-    answer(model, tokenizer, TEXT[:90])
-    answer(model, tokenizer, TEXT[100:190])
+    answer(model, tokenizer, TEXT[:45])
+    answer(model, tokenizer, TEXT[100:145])
     time.sleep(0.02)
-    got = answer(model, tokenizer, TEXT[:90])
-    assert got[2] == 90
+    got = answer(model, tokenizer, TEXT[:45])
+    assert got[2] == 45
     total = sum(p.stat().st_size for p in kept.folder.iterdir())
     least = total
     while least > total // 4:
@@ -340,8 +359,8 @@ def test_what_was_used_longest_ago_goes_first_and_of_a_prompt_its_end(served: Pa
         kept._most = least
         kept.drop()
         assert sum(p.stat().st_size for p in kept.folder.iterdir()) <= least
-    assert model.outcore.prefix.find(TEXT[100:190], BLOCK) is None
-    names = model.outcore.prefix._names(TEXT[:90], BLOCK)
+    assert model.outcore.prefix.find(TEXT[100:145], BLOCK) is None
+    names = model.outcore.prefix._names(TEXT[:45], BLOCK)
     there = [kept.has(f"{name}.kv") for name in names[1:-1]]
     assert there == sorted(there, reverse=True) and there[0]
     model.outcore.close()
@@ -352,7 +371,7 @@ def test_nothing_is_written_where_there_is_no_room(
 ) -> None:
     monkeypatch.setattr(on_disk, "LEAST_FREE", 1 << 60)
     model = opened(served)
-    expected = answer(model, tokenizer, TEXT[:40])
+    expected = answer(model, tokenizer, TEXT[:20])
     assert not [p for p in model.outcore.prefix.blocks.folder.iterdir() if p.is_file()]
     monkeypatch.setattr(on_disk, "LEAST_FREE", 0)
 
@@ -361,57 +380,51 @@ def test_nothing_is_written_where_there_is_no_room(
 
     with monkeypatch.context() as patch:
         patch.setattr(on_disk, "array_bytes", full)
-        assert same(answer(model, tokenizer, TEXT[:40]), expected)
+        assert same(answer(model, tokenizer, TEXT[:20]), expected)
     assert not [p for p in model.outcore.prefix.blocks.folder.iterdir() if p.is_file()]
-    assert same(answer(model, tokenizer, TEXT[:40]), expected)
-    assert answer(model, tokenizer, TEXT[:40])[2] == 40
+    assert same(answer(model, tokenizer, TEXT[:20]), expected)
+    assert answer(model, tokenizer, TEXT[:20])[2] == 20
     model.outcore.close()
     small = opened(served, 1000)
-    answer(small, tokenizer, TEXT[70:110])
-    assert small.outcore.prefix.find(TEXT[70:110], BLOCK) is None
+    answer(small, tokenizer, TEXT[70:90])
+    assert small.outcore.prefix.find(TEXT[70:90], BLOCK) is None
     small.outcore.close()
 
 
-def _busy(number: int, queue: Any) -> None:
-    """Writes, reads and drops, and counts what it read that was not right."""
-    kept = BlockFiles("model-0000000000000000-00000000", 60_000)
-    rng, wrong, read = random.Random(number), 0, 0
-    for _ in range(60):
-        name = f"{rng.randrange(40)}.kv"
-        value = int(name.split(".")[0])
-        kept.write(name, {"0.k": mx.full((1, 1, 16, 32), value, mx.float32)})
-        block = kept.read(f"{rng.randrange(40)}.kv")
-        kept.drop()
-        if block is not None:
-            read += 1
-    for n in range(40):
-        block = kept.read(f"{n}.kv")
-        wrong += block is not None and not bool(mx.all(block.arrays["0.k"] == n))
-    queue.put((wrong, read))
+BUSY = """
+import os, random, mlx.core as mx
+from outcore_prefix.blocks import BlockFiles
+other = os.fork()
+random.seed(bool(other))
+kept, read = BlockFiles("model-0000000000000000-00000000", 60_000), 0
+for _ in range(60):
+    value = random.randrange(40)
+    kept.write(f"{value}.kv", {"0.k": mx.full((1, 1, 16, 32), value, mx.float32)})
+    read += kept.read(f"{random.randrange(40)}.kv") is not None
+    kept.drop()
+for n in range(40):
+    block = kept.read(f"{n}.kv")
+    assert block is None or mx.all(block.arrays["0.k"] == n)
+assert read > 5
+if other:
+    assert os.waitpid(other, 0)[1] == 0
+"""
+"""Two processes write, read and drop."""
 
 
 def test_processes_share_files_without_a_word() -> None:
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    workers = [context.Process(target=_busy, args=(n, queue)) for n in range(2)]
-    for worker in workers:
-        worker.start()
-    results = [queue.get(timeout=50) for _ in workers]
-    for worker in workers:
-        worker.join(20)
-    assert [worker.exitcode for worker in workers] == [0] * 2
-    assert sum(wrong for wrong, _ in results) == 0 and sum(read for _, read in results) > 10
+    subprocess.run([sys.executable, "-c", BUSY], check=True, timeout=50)
     kept = BlockFiles("model-0000000000000000-00000000", 60_000)
     kept.drop()
     files = list(kept.folder.iterdir())
-    assert sum(p.stat().st_size for p in files) <= 60_000 and not [p for p in files if p.name.startswith(".")]
+    assert files and sum(p.stat().st_size for p in files) <= 60_000 and not [p for p in files if p.name[0] == "."]
 
 
 def test_the_cache_command_lists_verifies_and_removes_prompts(
     served: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = opened(served)
-    answer(model, tokenizer, TEXT[:40])
+    answer(model, tokenizer, TEXT[:20])
     folder = model.outcore.prefix.blocks.folder
     model.outcore.close()
 
@@ -429,34 +442,34 @@ def test_bounded_caches_that_somebody_brings_are_nobody_elses(tmp_path: Path, to
     """Of a model whose own are plain: nothing is found for them, and nothing kept of them."""
     folder = zoo.save_checkpoint("qwen3", tmp_path / "model")
     plain = opened(folder, "off")
-    expected = answer(plain, tokenizer, TEXT[:70])
+    expected = answer(plain, tokenizer, TEXT[:20])
     plain.outcore.close()
     model = opened(folder)
 
     def bounded() -> list[Any]:
-        return [RotatingKVCache(max_size=32) for _ in model.layers]
+        return [RotatingKVCache(max_size=12) for _ in model.layers]
 
-    for found in (0, 70):
+    for found in (0, 20):
         for _ in range(2):
-            first, second = (answer(model, tokenizer, TEXT[:70], prompt_cache=bounded()) for _ in range(2))
+            first, second = (answer(model, tokenizer, TEXT[:20], prompt_cache=bounded()) for _ in range(2))
             assert same(first, second) and (first[2], second[2]) == (0, 0)
-        got = answer(model, tokenizer, TEXT[:70])
+        got = answer(model, tokenizer, TEXT[:20])
         assert same(got, expected) and got[2] == found
     model.outcore.close()
 
 
 def test_the_callers_own_caches_are_filled(served: Path, tokenizer: Any) -> None:
-    model = opened(served, resident=2)
-    expected = answer(model, tokenizer, TEXT[:90], prompt_cache=make_prompt_cache(model))
+    model = opened(served, resident=1)
+    expected = answer(model, tokenizer, TEXT[:45], prompt_cache=make_prompt_cache(model))
     mine = make_prompt_cache(model)
-    assert same(answer(model, tokenizer, TEXT[:90], prompt_cache=tuple(mine)), expected)
-    assert mine[3].offset == model.outcore.in_cache == 96
+    assert same(answer(model, tokenizer, TEXT[:45], prompt_cache=tuple(mine)), expected)
+    assert mine[1].offset == model.outcore.in_cache == 49
     model.outcore.close()
 
 
 def test_a_prompt_that_never_fits_takes_nobodys_room(served: Path, tokenizer: Any, tmp_path: Path) -> None:
     model = opened(served)
-    answer(model, tokenizer, TEXT[:40])
+    answer(model, tokenizer, TEXT[:20])
     model.outcore.close()
     folder = Path(os.environ["OUTCORE_CACHE"]) / "prefix"
     before = {p: p.stat().st_size for p in folder.rglob("*") if p.is_file()}
@@ -468,9 +481,9 @@ def test_a_prompt_that_never_fits_takes_nobodys_room(served: Path, tokenizer: An
 
 def test_a_prompt_that_was_kept_once_goes_from_its_end(served: Path, tokenizer: Any) -> None:
     model = opened(served)
-    answer(model, tokenizer, TEXT[:90])
+    answer(model, tokenizer, TEXT[:45])
     kept = model.outcore.prefix.blocks
-    names = model.outcore.prefix._names(TEXT[:90], BLOCK)
+    names = model.outcore.prefix._names(TEXT[:45], BLOCK)
     left = {p.name: p.stat().st_mtime_ns for p in kept.folder.iterdir()}
     assert sorted(left, key=left.__getitem__)[-6:] == [f"{names[-1]}.end", *(f"{n}.kv" for n in names[-2:0:-1])]
     kept._most = sum((kept.folder / f"{n}.kv").stat().st_size for n in names[1:-1])

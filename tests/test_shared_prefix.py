@@ -28,9 +28,9 @@ from test_chat import chat
 from test_prefix import BLOCK, TEXT, answer, opened, same, small_blocks
 from test_service import heard, serving, text_of
 
-assert small_blocks  # of 16 tokens, here too
+assert small_blocks  # of 8 tokens, here too
 
-SYSTEM = "You write Python. Answer with a function, and say nothing about it. " * 2
+SYSTEM = "You write Python. Answer with a function, and say nothing about it. "
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "finds a word in a list"}}
 
 
@@ -67,37 +67,37 @@ def model(spoken_to: Path) -> Iterator[Any]:
 def test_another_text_begins_behind_the_last_block_of_what_is_shared(
     model: Any, spoken_to: Path, tokenizer: Any
 ) -> None:
-    """40 tokens are shared: 2 blocks. Where nobody says so none is found."""
-    first, second = TEXT[:40] + TEXT[200:220], TEXT[:40] + TEXT[300:320]
+    """20 tokens are shared: 2 blocks. Where nobody says so none is found."""
+    first, second = TEXT[:20] + TEXT[200:210], TEXT[:20] + TEXT[300:310]
     plain = opened(spoken_to, "off", resident=1)
     with plain.outcore:
         expected = [answer(plain, tokenizer, ids, 3) for ids in (first, second)]
-    assert answer(model, tokenizer, TEXT[:40] + TEXT[100:120], 1)[2] == 0
-    got = [answer(model, tokenizer, ids, 3, shared_prefix=40) for ids in (first, second)]
-    assert all(map(same, got, expected)) and [g[2] for g in got] == [0, 32]
+    assert answer(model, tokenizer, TEXT[:20] + TEXT[100:110], 1)[2] == 0
+    got = [answer(model, tokenizer, ids, 3, shared_prefix=20) for ids in (first, second)]
+    assert all(map(same, got, expected)) and [g[2] for g in got] == [0, 16]
 
 
 def test_what_is_shared_comes_before_the_prompts_end_and_is_written_once(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is room for one state beside a prompt's keys and values."""
-    answer(model, tokenizer, TEXT[:60], 1, shared_prefix=40)
+    answer(model, tokenizer, TEXT[:30], 1, shared_prefix=20)
     folder = model.outcore.prefix.blocks.folder
     size = {suffix: sum(p.stat().st_size for p in folder.glob(f"*{suffix}")) for suffix in (".kv", ".state")}
     assert len(list(folder.glob("*.state"))) == 2
     shutil.rmtree(folder)
     # Of one state and a half.
-    monkeypatch.setattr(prompts, "STATE_SHARE", 0.75 * size[".state"] / (size[".kv"] * 60 / 48))
-    answer(model, tokenizer, TEXT[:60], 1, shared_prefix=40)
+    monkeypatch.setattr(prompts, "STATE_SHARE", 0.75 * size[".state"] / (size[".kv"] * 30 / 24))
+    answer(model, tokenizer, TEXT[:30], 1, shared_prefix=20)
     assert stored(model) == {".kv", ".state"} and len(list(folder.glob("*.state"))) == 1
-    again = [answer(model, tokenizer, TEXT[:60], 1, shared_prefix=40)[2] for _ in range(2)]
-    assert again == [32, 60] and len(list(folder.glob("*.state"))) == 1
+    again = [answer(model, tokenizer, TEXT[:30], 1, shared_prefix=20)[2] for _ in range(2)]
+    assert again == [16, 30] and len(list(folder.glob("*.state"))) == 1
 
 
 def test_other_numbers_of_shared_tokens_are_refused(model: Any, tokenizer: Any) -> None:
     for wrong in (-1, 1.5, "x", True):
         with pytest.raises(UsageError, match="shared_prefix"):
-            answer(model, tokenizer, TEXT[:40], shared_prefix=wrong)
+            answer(model, tokenizer, TEXT[:20], shared_prefix=wrong)
 
 
 def test_a_servers_conversations_share_their_system_prompt(spoken_to: Path) -> None:
@@ -135,7 +135,7 @@ def test_another_chat_with_the_same_system_prompt_finds_it(
         records = [chat(capsys, monkeypatch, spoken_to, [q], *flags, *more)[0]["turns"][0] for q in questions]
         return [(record["tokens"], record["cached_tokens"]) for record in records]
 
-    cold, warm = run("--prefix-cache", "off", "--prefill-step-size", "16"), run()
+    cold, warm = run("--prefix-cache", "off", "--prefill-step-size", str(BLOCK)), run()
     assert [tokens for tokens, _ in warm] == [tokens for tokens, _ in cold]
     template = ChatTemplate(load_tokenizer(spoken_to), SYSTEM)
     shared = template.shared(template.opening("Sort"))
