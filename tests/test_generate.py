@@ -30,7 +30,13 @@ from outcore.plan import planner
 from outcore.plan.model_size import ModelSize
 from stand_ins import TokensOnly
 
-PROMPT = "def read_lines(path):\n    "
+PROMPT = "def f(x):\n    "
+
+
+@pytest.fixture(scope="module")
+def served(quick_models: Callable[[int], Path]) -> Path:
+    """Four layers, two of them recurrent."""
+    return quick_models(4)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,7 @@ def tokenizer(demo_model: Path) -> Any:
 
 @pytest.fixture
 def streamed(served: Path) -> Iterator[tuple[nn.Module, Any]]:
-    model, tokenizer = outcore.load(str(served), memory="60MB", resident=1, context=400)
+    model, tokenizer = outcore.load(str(served), memory="60MB", resident=1, context=400, govern=False)
     yield model, tokenizer
     model.outcore.close()
 
@@ -59,8 +65,8 @@ def ids(responses: Iterator[Any]) -> list[int]:
 
 
 def test_greedy_tokens_and_text_equal_mlx_lms(resident: Any, streamed: Any) -> None:
-    theirs = list(mlx_lm.stream_generate(*resident, PROMPT, max_tokens=40))
-    ours = list(outcore.stream_generate(*streamed, PROMPT, max_tokens=40))
+    theirs = list(mlx_lm.stream_generate(*resident, PROMPT, max_tokens=16))
+    ours = list(outcore.stream_generate(*streamed, PROMPT, max_tokens=16))
     assert ids(iter(ours)) == ids(iter(theirs))
     assert [r.text for r in ours] == [r.text for r in theirs]
     assert [r.finish_reason for r in ours] == [r.finish_reason for r in theirs]
@@ -69,7 +75,7 @@ def test_greedy_tokens_and_text_equal_mlx_lms(resident: Any, streamed: Any) -> N
     assert all(mx.array_equal(a.logprobs, b.logprobs).item() for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("prompt_tokens", [1, 2, 3, 17, 100])
+@pytest.mark.parametrize("prompt_tokens", [1, 2, 17])
 def test_one_sweep_for_the_prompt_and_one_a_token(
     streamed: Any, prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,19 +84,19 @@ def test_one_sweep_for_the_prompt_and_one_a_token(
     metrics = model.outcore.metrics
     prompt = [5 + i % 50 for i in range(prompt_tokens)]
     seen = []
-    for _ in outcore.stream_generate(model, tokenizer, prompt, max_tokens=5, prefill_step_size=7):
+    for _ in outcore.stream_generate(model, tokenizer, prompt, max_tokens=4, prefill_step_size=7):
         seen.append(metrics.sweeps)
     # The prompt's sweep gives the first token, and nothing is computed after the last.
-    assert seen == list(range(1, len(seen) + 1))
-    assert metrics.units == metrics.sweeps * len(model.outcore.plan.streamed)
+    assert seen == [1, 2, 3, 4]
+    assert metrics.units == 4 * len(model.outcore.plan.streamed) > 0
     assert metrics.misses == 0
 
 
-@pytest.mark.parametrize("step", [1, 5, 16, 2048])
+@pytest.mark.parametrize("step", [1, 5, 2048])
 def test_prompt_chunks_equal_mlx_lms_with_the_same_step(resident: Any, streamed: Any, step: int) -> None:
-    prompt = [7 + i % 90 for i in range(37)]
-    theirs = ids(mlx_lm.stream_generate(*resident, prompt, max_tokens=12, prefill_step_size=step))
-    assert ids(outcore.stream_generate(*streamed, prompt, max_tokens=12, prefill_step_size=step)) == theirs
+    prompt = [7 + i % 90 for i in range(13)]
+    theirs = ids(mlx_lm.stream_generate(*resident, prompt, max_tokens=4, prefill_step_size=step))
+    assert ids(outcore.stream_generate(*streamed, prompt, max_tokens=4, prefill_step_size=step)) == theirs
 
 
 def test_chunks_are_mlx_lms() -> None:
@@ -102,7 +108,7 @@ def test_chunks_are_mlx_lms() -> None:
 def test_sampling_with_a_seed_equals_mlx_lms(resident: Any, streamed: Any) -> None:
     def run(pair: Any, stream_generate: Any) -> list[int]:
         mx.random.seed(11)
-        return ids(stream_generate(*pair, PROMPT, max_tokens=30, sampler=make_sampler(0.8, 0.95, top_k=40)))
+        return ids(stream_generate(*pair, PROMPT, max_tokens=12, sampler=make_sampler(0.8, 0.95, top_k=40)))
 
     assert run(streamed, outcore.stream_generate) == run(resident, mlx_lm.stream_generate)
 
@@ -116,7 +122,7 @@ def test_logits_processors_see_the_same_tokens(resident: Any, streamed: Any) -> 
             return logits
 
         processors = [*make_logits_processors({5: 2.0}, repetition_penalty=1.3), spy]
-        return ids(stream_generate(*pair, PROMPT, max_tokens=10, logits_processors=processors)), seen
+        return ids(stream_generate(*pair, PROMPT, max_tokens=6, logits_processors=processors)), seen
 
     ours, ours_seen = run(streamed, outcore.stream_generate)
     theirs, theirs_seen = run(resident, mlx_lm.stream_generate)
@@ -126,9 +132,9 @@ def test_logits_processors_see_the_same_tokens(resident: Any, streamed: Any) -> 
 
 
 def test_quantized_cache_equals_mlx_lms(resident: Any, streamed: Any) -> None:
-    options = {"max_tokens": 10, "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4, "prefill_step_size": 6}
-    theirs = ids(mlx_lm.stream_generate(*resident, PROMPT * 3, **options))
-    assert ids(outcore.stream_generate(*streamed, PROMPT * 3, **options)) == theirs
+    options = {"max_tokens": 5, "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4, "prefill_step_size": 6}
+    theirs = ids(mlx_lm.stream_generate(*resident, PROMPT * 2, **options))
+    assert ids(outcore.stream_generate(*streamed, PROMPT * 2, **options)) == theirs
 
 
 def test_a_prompt_cache_goes_on_where_it_was(resident: Any, streamed: Any) -> None:
@@ -142,14 +148,14 @@ def test_a_prompt_cache_goes_on_where_it_was(resident: Any, streamed: Any) -> No
 
 
 def test_mlx_lms_own_loop_runs_the_streamed_model(resident: Any, streamed: Any) -> None:
-    theirs = ids(mlx_lm.stream_generate(*resident, PROMPT, max_tokens=20))
-    assert ids(mlx_lm.stream_generate(*streamed, PROMPT, max_tokens=20)) == theirs
+    theirs = ids(mlx_lm.stream_generate(*resident, PROMPT, max_tokens=8))
+    assert ids(mlx_lm.stream_generate(*streamed, PROMPT, max_tokens=8)) == theirs
 
 
 def test_mlx_lms_perplexity_equals_the_resident_models(resident: Any, streamed: Any) -> None:
-    text = Path(outcore.__file__).read_text() + Path(zoo.__file__).read_text()
-    tokens = resident[1].encode(text)[: 4 * 33]
-    data = mx.array(tokens).reshape(4, 33)
+    text = Path(outcore.__file__).read_text()
+    tokens = resident[1].encode(text)[: 4 * 9]
+    data = mx.array(tokens).reshape(4, 9)
     before = streamed[0].outcore.metrics.sweeps
     assert eval_ppl(streamed[0], data, batch_size=4) == eval_ppl(resident[0], data, batch_size=4)
     assert streamed[0].outcore.metrics.sweeps == before + 1, "one sweep serves the whole batch"
@@ -157,7 +163,7 @@ def test_mlx_lms_perplexity_equals_the_resident_models(resident: Any, streamed: 
 
 def test_mlx_lms_batch_generator_runs_the_streamed_model(resident: Any, streamed: Any) -> None:
     def run(model: nn.Module) -> dict[int, list[int]]:
-        batch = BatchGenerator(model, max_tokens=8)
+        batch = BatchGenerator(model, max_tokens=4)
         out: dict[int, list[int]] = {uid: [] for uid in batch.insert([[5, 6, 7], [9, 8, 7, 6, 5], [40]])}
         while responses := batch.next_generated():
             for r in responses:
@@ -173,41 +179,42 @@ def test_everything_resident_is_plain_mlx_lm(served: Path, resident: Any) -> Non
     assert model.outcore.streaming is None
     assert type(model) is type(resident[0])
     assert {type(m) for m in model.modules()} == {type(m) for m in resident[0].modules()}
-    assert ids(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=10)) == ids(
-        mlx_lm.stream_generate(*resident, PROMPT, max_tokens=10)
+    assert ids(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=6)) == ids(
+        mlx_lm.stream_generate(*resident, PROMPT, max_tokens=6)
     )
 
 
-@pytest.mark.parametrize(("budget", "prompt_tokens"), [(9_000_000, 5), (20_000_000, 300)])
-def test_the_budget_holds_while_generating(quick_model: Path, budget: int, prompt_tokens: int) -> None:
-    weights = (quick_model / "model.safetensors").stat().st_size
+@pytest.mark.parametrize("prompt_tokens", [5, 60])
+def test_the_budget_holds_while_generating(served: Path, prompt_tokens: int) -> None:
+    weights = (served / "model.safetensors").stat().st_size
+    options: dict[str, Any] = {"context": prompt_tokens + 8, "prompt": prompt_tokens}
+    least = prepare(served, memory=1, least=True, **options).planning.smallest
     gc.collect()
     others = mx.get_active_memory()  # other tests' models
     mx.clear_cache()
     mx.reset_peak_memory()
-    context = prompt_tokens + 8
-    model, tokenizer = outcore.load(str(quick_model), memory=budget, context=context, prompt=prompt_tokens)
+    model, tokenizer = outcore.load(str(served), memory=least + 100_000, **options)
     with model.outcore as session:
-        assert session.plan.streamed and session.plan.peak_bytes <= budget
+        assert session.plan.streamed and session.plan.peak_bytes <= least + 100_000
         prompt = [7 + i % 90 for i in range(prompt_tokens)]
-        assert len(ids(outcore.stream_generate(model, tokenizer, prompt, max_tokens=8))) == 8
-        assert mx.get_peak_memory() + mx.get_cache_memory() - others <= budget
-    assert budget > weights or mx.get_peak_memory() - others < weights
+        assert len(ids(outcore.stream_generate(model, tokenizer, prompt, max_tokens=4))) == 4
+        assert mx.get_peak_memory() + mx.get_cache_memory() - others <= least + 100_000
+    assert mx.get_peak_memory() - others < weights
 
 
 def test_stopping_early_leaves_the_model_usable(streamed: Any) -> None:
     model, tokenizer = streamed
-    whole = ids(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=12))
-    run = outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=12)
-    assert [next(run).token for _ in range(4)] == whole[:4]
+    whole = ids(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=6))
+    run = outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=6)
+    assert [next(run).token for _ in range(2)] == whole[:2]
     run.close()  # type: ignore[attr-defined]
-    assert ids(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=12)) == whole
+    assert ids(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=6)) == whole
 
 
 def test_an_exception_inside_a_sweep_leaves_the_model_usable(streamed: Any) -> None:
     model, tokenizer = streamed
     whole = ids(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=6))
-    for unit in (1, 7, 12):
+    for unit in (1, 3, 5):
         calls = 0
 
         def interrupt(unit: int = unit) -> None:
@@ -224,16 +231,15 @@ def test_an_exception_inside_a_sweep_leaves_the_model_usable(streamed: Any) -> N
 
 
 @pytest.mark.parametrize("model_type", ["dbrx", "gemma3n", "nanbeige", "rwkv7", "recurrent_gemma", "kimi_k3"])
-def test_unusual_models_make_mlx_lms_tokens(model_type: str, tmp_path: Path, demo_model: Path) -> None:
+def test_unusual_models_make_mlx_lms_tokens(model_type: str, tmp_path: Path, tokenizer: Any) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
     theirs, _ = mlx_lm.utils.load_model(folder)
-    ours, _ = outcore.load_model(folder, memory="1GB", resident=1, context=64)
-    tokenizer = mlx_lm.utils.load_tokenizer(demo_model)
+    ours, _ = outcore.load_model(folder, memory="1GB", resident=1, context=64, draft="none", govern=False)
     prompt = [3, 4, 5, 6, 7, 8, 9, 10, 11]
     with ours.outcore as session:
         assert session.plan.streamed
-        expected = ids(mlx_lm.stream_generate(theirs, tokenizer, prompt, max_tokens=6, prefill_step_size=4))
-        got = ids(outcore.stream_generate(ours, tokenizer, prompt, max_tokens=6, prefill_step_size=4))
+        expected = ids(mlx_lm.stream_generate(theirs, tokenizer, prompt, max_tokens=4, prefill_step_size=4))
+        got = ids(outcore.stream_generate(ours, tokenizer, prompt, max_tokens=4, prefill_step_size=4))
         assert got == expected
 
 
@@ -256,73 +262,63 @@ def test_a_prompt_longer_than_planned_is_refused_with_the_option_that_helps(tmp_
         list(outcore.stream_generate(model, TokensOnly(), [5] * 40, max_tokens=2))
 
 
-def test_no_limit_on_tokens_means_the_planned_context(streamed: Any) -> None:
+def test_no_limit_on_tokens_means_the_planned_context(streamed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = streamed
-    model.outcore.plan = replace(model.outcore.plan, context=20)
+    monkeypatch.setattr(model.outcore, "plan", replace(model.outcore.plan, context=12))
     got = list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=-1))
-    assert got[-1].finish_reason == "stop" or got[-1].prompt_tokens + got[-1].generation_tokens == 20
+    assert got[-1].finish_reason == "stop" or got[-1].prompt_tokens + got[-1].generation_tokens == 12
 
 
 @pytest.mark.parametrize("how", ["cache", "draft"])
-def test_no_limit_on_tokens_of_a_model_in_memory_means_none(how: str, short_model: Path) -> None:
+def test_no_limit_on_tokens_of_a_model_in_memory_means_none(how: str, served: Path) -> None:
     """As with mlx-lm's own loop, which does not go on with a cache that is looked at, or with drafts."""
-    model, _ = outcore.load(str(short_model), memory="200MB", draft="ngram" if how == "draft" else "none", context=100)
+    model, _ = outcore.load(str(served), memory="200MB", draft="ngram" if how == "draft" else "none", context=10)
     with model.outcore as session:
         assert not session.plan.streams
         given = {"prompt_cache": make_prompt_cache(model)} if how == "cache" else {}
         text = outcore.stream_generate(model, TokensOnly(), [5, 6, 7], max_tokens=-1, **given)
-        assert len(list(itertools.islice(text, 40))) == 40
-
-
-def test_a_closed_model_says_so(demo_model: Path) -> None:
-    model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=0)
-    model.outcore.close()
-    model.outcore.close()
-    with pytest.raises(ClosedError):
-        list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=3))
+        assert len(list(itertools.islice(text, 12))) == 12
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"resident": 7},
-        {"resident": 8, "head_resident": False},
+        {"resident": 3},
+        {"resident": 4, "head_resident": False},
         {"parts": True, "resident": 0},
     ],
     ids=str,
 )
 def test_a_prompt_of_many_chunks_keeps_to_the_plan(
-    quick_models: Callable[[int], Path], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    served: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Chunks so short that a version of a layer's cache for each of them would be more than there is to spare.
-    options = options | {"context": 204, "prompt": 200, "prefill_step_size": 4, "cpu_streams": 1, "draft": "none"}
+    options = options | {"context": 84, "prompt": 80, "prefill_step_size": 4, "cpu_streams": 1, "draft": "none"}
     if options.pop("parts", False):
         unit_sizes = planner.unit_sizes
         monkeypatch.setattr(planner, "unit_sizes", lambda *args: unit_sizes(*args)[-1:])
-    folder = quick_models(8)
-    planned = prepare(folder, memory="60MB", **options).plan
+    planned = prepare(served, memory="60MB", **options).plan
     gc.collect()
     others = mx.get_active_memory()
     # MLX takes what its limit allows, so that is what was planned.
-    model, tokenizer = outcore.load(str(folder), memory=planned.peak_bytes, govern=False, **options)
+    model, tokenizer = outcore.load(str(served), memory=planned.peak_bytes, govern=False, **options)
     with model.outcore as session:
         assert session.plan.peak_bytes == planned.peak_bytes and session.plan.streams
         assert session.streaming is not None
         graph = replace(session.size.graph(True), most=2**40)  # all chunks in one sweep
         monkeypatch.setattr(ModelSize, "graph", lambda *_: graph)
         mx.reset_peak_memory()
-        prompt = [7 + i % 90 for i in range(200)]
+        prompt = [7 + i % 90 for i in range(80)]
         assert len(ids(outcore.stream_generate(model, tokenizer, prompt, max_tokens=2))) == 2
         assert mx.get_peak_memory() - others <= planned.peak_bytes
         assert session.metrics.sweeps == 2
 
 
-@pytest.mark.parametrize("memory", ["15MB"])
-def test_a_model_that_is_dropped_frees_memory_threads_and_files(demo_model: Path, memory: str) -> None:
+def test_a_model_that_is_dropped_frees_memory_threads_and_files(served: Path) -> None:
     gc.collect()
     before, files = mx.get_active_memory(), psutil.Process().num_fds()
     for rebound in (False, True):
-        model, tokenizer = outcore.load(str(demo_model), memory=memory, resident=0, context=64, prompt=16)
+        model, tokenizer = outcore.load(str(served), memory="15MB", draft="none", resident=0, context=64, prompt=16)
         list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=2))
         assert psutil.Process().num_fds() > files
         if rebound:
@@ -343,14 +339,17 @@ def files_open(folder: Path) -> list[str]:
     return [f.path for f in psutil.Process().open_files() if Path(f.path).is_relative_to(folder.resolve())]
 
 
-def test_a_model_that_is_closed_frees_its_slots_and_files(demo_model: Path) -> None:
-    model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=0, context=64, prompt=16)
+def test_a_model_that_is_closed_frees_its_slots_and_files_and_says_so(served: Path) -> None:
+    model, tokenizer = outcore.load(str(served), memory="60MB", resident=0, context=64, prompt=16, draft="none")
     list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=2))
     before, plan = mx.get_active_memory(), model.outcore.plan
-    assert files_open(demo_model)
+    assert files_open(served)
     model.outcore.close()
     assert before - mx.get_active_memory() >= plan.slots * plan.slot_bytes
-    assert not files_open(demo_model)
+    assert not files_open(served)
+    model.outcore.close()
+    with pytest.raises(ClosedError):
+        list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=3))
 
 
 def test_what_mlx_lm_answers_beyond_a_models_length_is_answered_with_a_note(tmp_path: Path, tokenizer: Any) -> None:
@@ -360,12 +359,12 @@ def test_what_mlx_lm_answers_beyond_a_models_length_is_answered_with_a_note(tmp_
     prompt = [5 + i % 50 for i in range(40)]
     for more, noted in (({}, True), ({"rope_scaling": scaling}, False)):
         (folder / "config.json").write_text(json.dumps(config | more))
-        theirs = ids(mlx_lm.stream_generate(mlx_lm.utils.load_model(folder)[0], tokenizer, prompt, max_tokens=6))
-        model, _ = outcore.load_model(folder, memory="1GB", resident=1, context=64)
+        theirs = ids(mlx_lm.stream_generate(mlx_lm.utils.load_model(folder)[0], tokenizer, prompt, max_tokens=3))
+        model, _ = outcore.load_model(folder, memory="1GB", resident=1, context=64, draft="none")
         with model.outcore as session:
             assert session.max_context == (64 if more else 32)
-            assert ids(outcore.stream_generate(model, tokenizer, prompt, max_tokens=6)) == theirs
-            got = outcore.batch_generate(model, tokenizer, [prompt], max_tokens=6, return_token_ids=True)
+            assert ids(outcore.stream_generate(model, tokenizer, prompt, max_tokens=3)) == theirs
+            got = outcore.batch_generate(model, tokenizer, [prompt], max_tokens=3, return_token_ids=True)
             assert got.token_ids == [theirs]
             assert any("40 tokens; this model was made for 32" in note for note in session.notes) == noted
 
@@ -376,7 +375,7 @@ def test_a_model_without_further_positions_refuses_and_ends_there(
 ) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
     positions = json.loads((folder / "config.json").read_text())["n_positions"]
-    model, _ = outcore.load_model(folder, memory="1GB", resident=1, context=positions)
+    model, _ = outcore.load_model(folder, memory="1GB", resident=1, context=positions, draft="none")
     with model.outcore:
         prompt = [5 + i % 50 for i in range(positions - 2)]
         for most in (10, -1):
