@@ -4,6 +4,7 @@ went wrong."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import signal
 import threading
@@ -45,16 +46,30 @@ TYPES = ["llama", "qwen3_5", "gemma3_text", "mamba2", "falcon_h1"]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Models of two layers, one of each kind that a type has."""
     base = tmp_path_factory.mktemp("zoo")
 
+    @functools.cache
     def folder(name: str) -> Path:
-        return base / name if (base / name).exists() else zoo.save_checkpoint(name, base / name)
+        config = copy.deepcopy(zoo.CONFIGS[name])
+        text = config.get("text_config", config)
+        text["num_hidden_layers"] = 2
+        if "layer_types" in text:
+            text["layer_types"] = text["layer_types"][:2]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(zoo.CONFIGS, name, config)
+            return zoo.save_checkpoint(name, base / name)
 
     return folder
 
 
+@functools.cache
+def theirs_of(folder: Path) -> Any:
+    return mlx_lm.utils.load_model(folder)[0]
+
+
 def load(folder: Path, way: str, **options: Any) -> nn.Module:
-    given: dict[str, Any] = {"context": 256, "prompt": 64, "govern": False, "draft": "none"}
+    given: dict[str, Any] = {"context": 64, "prompt": 16, "govern": False, "draft": "none"}
     return outcore.load_model(folder, **(given | WAYS[way] | options))[0]
 
 
@@ -81,7 +96,7 @@ def same_caches(ours: list[Any], theirs: list[Any]) -> bool:
     )
 
 
-PROMPT = [3 + i % 50 for i in range(21)]
+PROMPT = [3 + i % 50 for i in range(9)]
 
 
 MET = [*((name, "none") for name in TYPES), ("qwen3_5", "resident"), ("qwen3_5", "one"), ("gemma3_text", "resident")]
@@ -92,17 +107,18 @@ MET = [*((name, "none") for name in TYPES), ("qwen3_5", "resident"), ("qwen3_5",
 def test_a_cache_holds_what_mlx_lm_leaves_there(
     name: str, way: str, draft: bool, folders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs, _ = mlx_lm.utils.load_model(folders(name))
-    whole = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), PROMPT, max_tokens=12))
+    theirs = theirs_of(folders(name))
+    whole = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), PROMPT, max_tokens=8))
     monkeypatch.setattr(Drafting, "source", lambda *_: Oracle([*PROMPT, *whole], 3))
     monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(5, fixed=True))
     model = load(folders(name), way, draft="ngram" if draft else "none")
     with model.outcore as session:
-        for n, left in ((1, False), (7, False), (1, True), (7, True)):
+        assert bool(session.plan.streams) == (way != "resident")
+        for n, left in ((1, False), (5, False), (1, True), (5, True)):
             caches = make_prompt_cache(model), make_prompt_cache(theirs)
             answers = []
             for each, generate in ((0, outcore.stream_generate), (1, mlx_lm.stream_generate)):
-                limit = 12 if left else n
+                limit = 8 if left else n
                 responses = generate(
                     (model, theirs)[each], TokensOnly(), PROMPT, max_tokens=limit, prompt_cache=caches[each]
                 )
@@ -115,11 +131,12 @@ def test_a_cache_holds_what_mlx_lm_leaves_there(
             assert answers[0] == answers[1]
             assert session.in_cache == len(PROMPT) + n
             assert same_caches(*caches), (n, left)
+        assert (session.metrics.accepted > 0) == draft
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_stop_token_is_in_the_cache_as_in_mlx_lms(way: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, _ = mlx_lm.utils.load_model(folders("qwen3_5"))
+    theirs = theirs_of(folders("qwen3_5"))
     whole = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), PROMPT, max_tokens=9))
     monkeypatch.setattr(TokensOnly, "eos_token_ids", {whole[4]})
     model = load(folders("qwen3_5"), way)
@@ -135,8 +152,8 @@ def test_a_prompt_that_fails_leaves_the_cache_as_it_was(name: str, way: str, fol
     model = load(folders(name), way)
     with model.outcore as session:
         before, cache = make_prompt_cache(model), make_prompt_cache(model)
-        said = tokens(ours(model, PROMPT, 4, cache))
-        assert said == tokens(ours(model, PROMPT, 4, before))
+        said = tokens(ours(model, PROMPT, 3, cache))
+        assert said == tokens(ours(model, PROMPT, 3, before))
 
         def fail(done: int, total: int) -> None:
             if done == total:
@@ -148,10 +165,10 @@ def test_a_prompt_that_fails_leaves_the_cache_as_it_was(name: str, way: str, fol
             {"logits_processors": [lambda *_: 1 / 0]},
         ):
             with pytest.raises(ZeroDivisionError):
-                list(ours(model, PROMPT[:9], 4, cache, prefill_step_size=4, **broken))
+                list(ours(model, PROMPT, 4, cache, prefill_step_size=4, **broken))
             assert session.in_cache == 0
             assert same_caches(cache, before)
-        after = [tokens(ours(model, PROMPT[:9], 6, c)) for c in (cache, before)]
+        after = [tokens(ours(model, PROMPT[:5], 3, c)) for c in (cache, before)]
         assert after[0] == after[1] and same_caches(cache, before)
 
 
@@ -161,7 +178,7 @@ def test_a_read_that_fails_leaves_the_cache_as_it_was(name: str, folders: Any, m
     model = load(folders(name), "none", slots=2)
     with model.outcore:
         before, cache = make_prompt_cache(model), make_prompt_cache(model)
-        assert tokens(ours(model, PROMPT, 4, cache)) == tokens(ours(model, PROMPT, 4, before))
+        assert tokens(ours(model, PROMPT, 3, cache)) == tokens(ours(model, PROMPT, 3, before))
         for fails_at in range(2, 9, 2):
             count = [0]
 
@@ -173,7 +190,7 @@ def test_a_read_that_fails_leaves_the_cache_as_it_was(name: str, folders: Any, m
 
             monkeypatch.setattr(reader_module, "read_chunk", broken)
             with pytest.raises(ReadError, match=r"model\.safetensors"):
-                list(ours(model, PROMPT[:9], 8, cache, prefill_step_size=4))
+                list(ours(model, PROMPT, 8, cache, prefill_step_size=4))
             monkeypatch.setattr(reader_module, "read_chunk", usual)
             # Reading ahead may have got as far as the first tokens of the answer.
             if model.outcore.in_cache == 0:
@@ -181,7 +198,7 @@ def test_a_read_that_fails_leaves_the_cache_as_it_was(name: str, folders: Any, m
                 continue
             break
         else:
-            after = [tokens(ours(model, PROMPT[:9], 6, c)) for c in (cache, before)]
+            after = [tokens(ours(model, PROMPT[:5], 3, c)) for c in (cache, before)]
             assert after[0] == after[1]
 
 
@@ -335,26 +352,26 @@ def test_what_went_wrong_behind_the_last_token_is_heard_where_the_text_is_closed
 
 
 def test_two_threads_take_turns(folders: Any) -> None:
-    prompts = [[3 + (7 * i + j) % 50 for j in range(5 + i)] for i in range(4)]
+    prompts = [[3 + (7 * i + j) % 50 for j in range(5 + i)] for i in range(3)]
     for way in ("none", "resident"):
         model = load(folders("qwen3_5"), way)
         with model.outcore:
-            expected = [tokens(outcore.stream_generate(model, TokensOnly(), p, max_tokens=8)) for p in prompts]
+            expected = [tokens(outcore.stream_generate(model, TokensOnly(), p, max_tokens=4)) for p in prompts]
             found: dict[int, list[int]] = {}
             errors: list[BaseException] = []
 
             def run(i: int, model: nn.Module = model, found: Any = found, errors: Any = errors) -> None:
                 try:
-                    found[i] = tokens(outcore.stream_generate(model, TokensOnly(), prompts[i], max_tokens=8))
+                    found[i] = tokens(outcore.stream_generate(model, TokensOnly(), prompts[i], max_tokens=4))
                 except BaseException as e:
                     errors.append(e)
 
-            threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+            threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
             for t in threads:
                 t.start()
             for t in threads:
                 t.join(60)
-            assert errors == [] and [found[i] for i in range(4)] == expected
+            assert errors == [] and [found[i] for i in range(3)] == expected
 
 
 def test_a_text_that_is_left_lying_keeps_no_other_thread_for_ever(
@@ -411,23 +428,22 @@ def in_another_thread(work: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize(
     ("way", "draft", "cached", "how"),
     [
-        ("none", "none", True, "outcore"), ("none", "none", False, "stop"), ("none", "none", True, "patched"),
-        ("none", "ngram", True, "stop"), ("none", "ngram", False, "patched"), ("none", "ngram", False, "outcore"),
-        ("resident", "none", False, "patched"), ("resident", "none", True, "stop"),
+        ("none", "none", True, "outcore"), ("none", "ngram", True, "stop"), ("none", "ngram", False, "patched"),
+        ("resident", "none", True, "patched"), ("resident", "none", False, "stop"),
     ],
 )  # fmt: skip
 def test_a_text_that_was_read_to_its_finish_reason_keeps_nobody_waiting(
     way: str, draft: str, cached: bool, how: str, folders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs, _ = mlx_lm.utils.load_model(folders("qwen3_5"))
+    theirs = theirs_of(folders("qwen3_5"))
     model = load(folders("qwen3_5"), way, draft=draft)
     with model.outcore as session, apply_patch() if how == "patched" else contextlib.nullcontext():
         monkeypatch.setattr(session.exclusive, "_patience_s", 0.2)
-        whole = tokens(outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=9))
+        whole = tokens(outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=6))
         write = mlx_lm.stream_generate if how == "patched" else outcore.stream_generate
-        tokenizer, most = TokensOnly(), 5
+        tokenizer, most = TokensOnly(), 3
         if how == "stop":
-            tokenizer.eos_token_ids, most = frozenset(whole[2:3]), 50
+            tokenizer.eos_token_ids, most = frozenset(whole[2:3]), 20
         cache, reference = make_prompt_cache(model), make_prompt_cache(theirs)
         given = {"prompt_cache": cache} if cached else {}
         text = write(model, tokenizer, PROMPT, max_tokens=most, **given)
@@ -437,7 +453,7 @@ def test_a_text_that_was_read_to_its_finish_reason_keeps_nobody_waiting(
         read = [r.token for r in said]
         assert read == whole[: len(read)]
         # Nobody asks for more, and the generator is not closed.
-        assert in_another_thread(lambda: tokens(write(model, TokensOnly(), PROMPT, max_tokens=9))) == whole
+        assert in_another_thread(lambda: tokens(write(model, TokensOnly(), PROMPT, max_tokens=6))) == whole
         if cached:
             # What mlx-lm leaves in a cache is there with the last response.
             tokens(mlx_lm.stream_generate(theirs, tokenizer, PROMPT, max_tokens=most, prompt_cache=reference))
@@ -551,7 +567,7 @@ def test_tokens_that_no_embedding_has_are_refused(way: str, folders: Any) -> Non
 
 @pytest.mark.parametrize("way", WAYS)
 def test_keys_and_values_are_quantized_from_where_mlx_lm_does_by_default(way: str, folders: Any) -> None:
-    theirs, _ = mlx_lm.utils.load_model(folders("qwen3"))
+    theirs = theirs_of(folders("qwen3"))
     caches = make_prompt_cache(theirs), make_prompt_cache(theirs)
     settings = {"max_tokens": 5, "kv_bits": 4, "kv_group_size": 32}
     expected = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), PROMPT, prompt_cache=caches[0], **settings))
