@@ -139,7 +139,7 @@ def reference(model: Any, drafting: Any, text: Sequence[int], drafted: Sequence[
 @pytest.mark.parametrize(
     ("model_type", "prompt", "window", "resident"),
     [
-        ("qwen3_5", 24, 13, 0),
+        ("qwen3_5", 24, 8, 0),
         ("deepseek_v3", 9, 64, 1),
     ],
 )
