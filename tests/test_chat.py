@@ -36,17 +36,18 @@ from outcore.cli.answers import KeptChat
 from outcore.cli.chat import session_file
 from outcore.cli.engine import interruptible
 from outcore.cli.main import main
-from outcore.decode import text_drafts
+from outcore.decode import prefix_cache, text_drafts
 from outcore.decode.conversation import ChatTemplate
 from outcore.decode.preparation import prepare
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.errors import BudgetError, CheckpointError, UsageError
 from outcore.machine.cache_folder import cache_dir
 from outcore_kv.scratch import Scratch
+from outcore_prefix import prompts
 
+END = 2  # <|im_end|>
 MESSAGES = ["import os", "self.a = a; self.b = b", "import re"]
-SMALL = ["--memory", "20MB", "--context", "256"]
-LEAST = ["--memory", "12MB", "--context", "256"]  # for six layers
+STREAMED = ["--memory", "300MB", "--resident", "1", "--context", "256", "--draft", "none"]
 
 
 def chat(
@@ -62,71 +63,77 @@ def chat(
     return record, answers.removesuffix("\n"), err
 
 
-ANSWERS: dict[tuple[tuple[int, ...], int], list[int]] = {}
+@pytest.fixture(scope="module")
+def conversing(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A copy of a model with a chat template."""
 
+    @cache
+    def made(model: Path) -> Path:
+        folder = tmp_path_factory.mktemp("chat") / "model"
+        shutil.copytree(model, folder)
+        shutil.copy(demo_model / "chat_template.jinja", folder)
+        return folder
 
-@pytest.fixture
-def anew(demo_model: Path) -> Callable[[tuple[int, ...], int], list[int]]:
-    """mlx-lm's answer to a whole conversation, nothing of which was computed before. Its model is in memory from the
-    first answer on: beside it the streamed one would think memory short."""
-    model = cache(lambda: mlx_lm.load(str(demo_model))[0])
-
-    def answer(text: tuple[int, ...], tokens: int) -> list[int]:
-        if (text, tokens) not in ANSWERS:
-            found: list[int] = []
-            for token, _ in generate_step(mx.array(text), model(), max_tokens=tokens):
-                found.append(int(token))
-                if token in (0, 2):
-                    break
-            ANSWERS[text, tokens] = found
-        return ANSWERS[text, tokens]
-
-    return answer
+    return made
 
 
 @pytest.fixture(scope="module")
-def quick(served: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that says something in a moment, not that it made sense."""
-    folder = tmp_path_factory.mktemp("chat") / "quick"
-    shutil.copytree(served, folder)
-    shutil.copy(demo_model / "chat_template.jinja", folder)
+def quick(quick_models: Callable[..., Path], conversing: Callable[..., Path]) -> Path:
+    """A model that says something in a moment, not that it made sense: three layers, two of them recurrent."""
+    return conversing(quick_models(3))
+
+
+@pytest.fixture(scope="module")
+def plain_caches(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose caches mlx-lm makes, which --max-kv-size bounds."""
+    folder = tmp_path_factory.mktemp("chat") / "qwen3"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | {"vocab_size": 8192})
+        zoo.save_checkpoint("qwen3", folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(demo_model / name, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def deep(quick_model: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As large as the demo model: its keys and values of a message are worth a file."""
-    folder = tmp_path_factory.mktemp("chat") / "deep"
-    shutil.copytree(quick_model, folder)
-    shutil.copy(demo_model / "chat_template.jinja", folder)
+def ending(quick: Path, conversing: Callable[..., Path]) -> Path:
+    """As quick, and it is likely to say <|im_end|>, which ends an answer."""
+    folder = conversing(quick)
+    weights: dict[str, mx.array] = mx.load(str(folder / "model.safetensors"))  # type: ignore[assignment]
+    (embedding,) = (name for name in weights if name.endswith("embed_tokens.weight"))
+    weights[embedding][END] *= 3.4
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [0, END]}))
     return folder
 
 
 @pytest.fixture(scope="module")
 def tokenizer(demo_model: Path) -> TokenizerWrapper:
-    return mlx_lm.utils.load_tokenizer(demo_model, eos_token_ids=[0, 2])
+    return mlx_lm.utils.load_tokenizer(demo_model, eos_token_ids=[0, END])
 
 
-@pytest.mark.parametrize(("memory", "draft"), [("29MB", "ngram"), ("500MB", "none")])
+@pytest.mark.parametrize(("resident", "draft"), [("1", "ngram"), ("3", "none")])
 def test_three_turns_equal_the_whole_conversation_computed_anew(
-    memory: str, draft: str, anew: Any, tokenizer: Any, demo_model: Path, capsys: Any, monkeypatch: Any
+    resident: str, draft: str, tokenizer: Any, ending: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda most, *_: DraftLengthPolicy(min(most, 6), fixed=True))
-    options = ["--memory", memory, "--draft", draft, "-m", "6", "--context", "256"]
-    record, out, _ = chat(capsys, monkeypatch, demo_model, MESSAGES, *options)
-    streamed = memory == "29MB"
+    options = [*STREAMED, "--resident", resident, "--draft", draft, "-m", "6"]
+    record, out, _ = chat(capsys, monkeypatch, ending, MESSAGES, *options)
+    streamed = resident == "1"
+    model, _ = mlx_lm.load(str(ending))
     text: list[int] = []
     for message, turn in zip(MESSAGES, record["turns"], strict=True):
         before = len(text)
         # An answer that ended itself is not ended again.
-        between = "" if not text else "\n" if text[-1] == 2 else "<|im_end|>\n"
+        between = "" if not text else "\n" if text[-1] == END else "<|im_end|>\n"
         text += tokenizer.encode(f"{between}<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n")
         # Nothing twice: the message, and of the answer before what was in no cache, its last token.
         assert turn["prompt_tokens"] == len(text) - before + (before > 0)
-        assert turn["tokens"] == anew(tuple(text), 6)
+        assert turn["tokens"] == anew(model, text, 6)
         assert turn["text"] in out
         text += turn["tokens"]
-    assert {t["finish_reason"] for t in record["turns"]} == {"length", "stop"}
+    assert {t["finish_reason"] for t in record["turns"][:2]} == {"length", "stop"}
     assert record["context_tokens"] == len(text)
     assert record["tokens"] == [t for turn in record["turns"] for t in turn["tokens"]]
     assert record["sweeps"] == sum(t["sweeps"] for t in record["turns"])
@@ -134,6 +141,16 @@ def test_three_turns_equal_the_whole_conversation_computed_anew(
     if streamed:
         assert len(record["tokens"]) == record["sweeps"] + record["accepted_tokens"]
         assert (record["drafted_tokens"] > 0) == (draft == "ngram")
+
+
+def anew(model: Any, text: list[int], most: int) -> list[int]:
+    """mlx-lm's answer to a whole conversation, nothing of which was computed before."""
+    found: list[int] = []
+    for token, _ in generate_step(mx.array(text), model, max_tokens=most):
+        found.append(int(token))
+        if token in (0, END):
+            break
+    return found
 
 
 def tight(folder: Path, context: int, **options: Any) -> list[str]:
@@ -144,18 +161,16 @@ def tight(folder: Path, context: int, **options: Any) -> list[str]:
 
 
 def test_a_full_conversation_tells_one_number_and_has_used_the_room_of_longer_messages(
-    served: Path, demo_model: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+    quick: Path, capsys: Any, monkeypatch: Any
 ) -> None:
-    """Memory for a message of 48 tokens is memory for more of the conversation, when it comes to that."""
-    folder = shutil.copytree(served, tmp_path / "model")
-    shutil.copy(demo_model / "chat_template.jinja", folder)
-    least = [*tight(folder, 48, kv_disk="off"), "--kv-disk", "off"]
+    """Memory for a message of 32 tokens is memory for more of the conversation, when it comes to that."""
+    least = [*tight(quick, 32, kv_disk="off"), "--kv-disk", "off"]
     gc.collect()  # models of other tests
-    record, _, err = chat(capsys, monkeypatch, folder, ["hi"] * 2, "-m", "400", *least)
+    record, _, err = chat(capsys, monkeypatch, quick, ["hi"] * 2, "-m", "400", *least)
     (ended,) = re.findall(r"was cut off at the (\d+) tokens that fit in memory", err)
     refused = re.findall(r"an answer exceed the (\d+) tokens that fit in memory", err)
     assert refused and set(refused) == {ended}
-    assert record["context_tokens"] == int(ended) > 48
+    assert record["context_tokens"] == int(ended) > 32
     assert record["peak_memory_bytes"] <= record["budget_bytes"]
 
 
@@ -179,7 +194,7 @@ def test_an_answer_is_cut_where_the_context_ends(quick: Path, capsys: Any, monke
 
 
 def test_a_disk_that_is_full_ends_an_answer_and_not_the_conversation(
-    quick: Path, tokenizer: TokenizerWrapper, capsys: Any, monkeypatch: Any
+    plain_caches: Path, tokenizer: TokenizerWrapper, capsys: Any, monkeypatch: Any
 ) -> None:
     real, left = Scratch.write, [1]  # two layers keep theirs on disk: one writes its block, the next cannot
 
@@ -190,13 +205,13 @@ def test_a_disk_that_is_full_ends_an_answer_and_not_the_conversation(
         real(self, offset, data)
 
     lines = ["x = 1 " * 60, "more", "and more"]
-    flags = [*tight(quick, 640, kv_disk="on"), "--kv-disk", "on", "-m", "40"]
+    flags = [*tight(plain_caches, 320, kv_disk="on"), "--kv-disk", "on", "-m", "12"]
     monkeypatch.setattr(Scratch, "write", write)
-    record, _, err = chat(capsys, monkeypatch, quick, lines, *flags)
+    record, _, err = chat(capsys, monkeypatch, plain_caches, lines, *flags)
     assert left[0] < -1 and err.count("No space left") == 1 and "the answer so far stays" in err
     ended, *after = record["turns"]
-    assert 0 < len(ended["tokens"]) < 40 and [len(t["tokens"]) for t in after] == [40, 40]
-    model, _ = mlx_lm.load(str(quick))
+    assert 0 < len(ended["tokens"]) < 12 and [len(t["tokens"]) for t in after] == [12, 12]
+    model, _ = mlx_lm.load(str(plain_caches))
     text: list[int] = []
     for message, turn in zip(lines, record["turns"], strict=True):
         between = "<|im_end|>\n" if text else ""
@@ -216,7 +231,7 @@ def test_a_prompt_that_was_broken_off_is_no_part_of_the_conversation(
         messages.append("")
         yield lambda: len(messages) == 2
 
-    options = ["-m", "3", *LEAST]
+    options = ["-m", "3", *STREAMED]
     whole, _, _ = chat(capsys, monkeypatch, quick, ["def f(x):", "def g(x):"], *options)
     monkeypatch.setattr(answers, "interruptible", interrupt_the_second)
     record, _, err = chat(capsys, monkeypatch, quick, ["def f(x):", "no", "def g(x):"], *options)
@@ -318,31 +333,12 @@ def test_where_ctrl_c_is_ignored_an_answer_does_not_listen_for_it() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture
-def terminal(demo_model: Path) -> Iterator[Terminal]:
-    terminal = Terminal("--model", str(demo_model), "--memory", "25MB", "-m", "200", "--context", "256")
-    yield terminal
-    terminal.process.kill()
-
-
-def test_ctrl_c_stops_an_answer_and_at_the_prompt_it_ends(terminal: Terminal) -> None:
-    terminal.wait_for("Ctrl-C stops")
-    terminal.wait_for(">")
-    for _ in range(2):
-        terminal.type("def f(x):\n")
-        terminal.wait_for("   ")
-        terminal.process.send_signal(signal.SIGINT)
-        terminal.wait_for("stopped")
-        terminal.wait_for(">")
-    terminal.process.send_signal(signal.SIGINT)
-    assert terminal.end() == 130
-
-
 PASTE = "\x1b[200~{}\x1b[201~"
+ANSWERING = "\x1b[?2004l"
 
 
 @pytest.fixture
-def typing(quick: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+def typing(quick: Path) -> Iterator[Callable[..., Terminal]]:
     """Chats in terminals, with a model that answers at once."""
     begun: list[Terminal] = []
 
@@ -358,58 +354,48 @@ def typing(quick: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
         terminal.process.wait()
 
 
-def said(terminal: Terminal) -> list[str]:
-    """The messages of a chat that is told to end."""
-    terminal.type("/bye\r")
+def said(terminal: Terminal, end: str) -> list[str]:
+    """The messages of a chat that ends when this is typed."""
+    terminal.type(end)
     assert terminal.end() == 0
     return [turn["message"] for turn in json.loads(terminal.shown.strip().splitlines()[-1])["turns"]]
 
 
-def test_pasted_lines_are_one_message_and_a_message_can_have_several_lines(typing: Any) -> None:
+def test_lines_are_pasted_continued_typed_during_an_answer_and_kept_for_the_next_run(typing: Any) -> None:
     terminal = typing("-m", "2")
-    for text in (PASTE.format("def f(x):\n    return x") + "\r", "a\\\rb\r", "c\x1b\rd\r"):
+    # Pasted lines are one message, and a message can have several lines.
+    for text in (PASTE.format("def f(x):\n    return x") + "\r", "a\\\rb\r", "c\x1b\rd\r", "one\r"):
         terminal.type(text)
         terminal.wait_for("in the conversation")
-    assert said(terminal) == ["def f(x):\n    return x", "a\nb", "c\nd"]
-
-
-def test_what_is_typed_during_an_answer_is_the_next_message_and_not_shown_in_the_answer(typing: Any) -> None:
-    terminal = typing("-m", "60")
-    terminal.type("def f(x):\r")
-    terminal.wait_for("\x1b[?2004l")
+    assert said(terminal, "/bye\r") == ["def f(x):\n    return x", "a\nb", "c\nd", "one"]
+    # Nobody else may read it.
+    history = cache_dir() / "chat-history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    terminal = typing("-m", "90")
+    terminal.type("\x1b[A\x1b[A\r")  # up, beyond /bye
+    terminal.wait_for(ANSWERING)
+    # The next message, which is not shown in the answer.
     terminal.type("typed\x08\x08\x08\x08\x08" + PASTE.format("first line\nsecond line") + "\r")
-    time.sleep(0.3)
     terminal.wait_for("in the conversation")
     assert "first line" not in terminal.before and "typed" not in terminal.before
     terminal.wait_for("in the conversation")
-    assert said(terminal) == ["def f(x):", "first line\nsecond line"]
-
-
-def test_what_was_typed_is_there_in_the_next_run_and_nobody_else_may_read_it(typing: Any) -> None:
-    terminal = typing("-m", "2")
-    terminal.type("one\r")
-    terminal.wait_for("in the conversation")
-    said(terminal)
-    history = cache_dir() / "chat-history"
-    assert history.stat().st_mode & 0o777 == 0o600
-    terminal = typing("-m", "2")
-    terminal.type("\x1b[A\x1b[A\r")  # up, beyond /bye
-    terminal.wait_for("in the conversation")
-    assert said(terminal) == ["one"]
+    assert said(terminal, "/bye\r") == ["one", "first line\nsecond line"]
     assert main(["cache", "clear", "--yes"]) == 0 and history.exists()
 
 
-def test_the_terminal_is_left_as_it_was(typing: Any) -> None:
-    terminal = typing("-m", "200")
-    terminal.type("def f(x):\r")
-    terminal.wait_for("\x1b[?2004l")
-    time.sleep(0.5)
-    assert not termios.tcgetattr(terminal.master)[3] & termios.ECHO
+def test_ctrl_c_stops_an_answer_and_at_the_prompt_it_ends_and_leaves_the_terminal_as_it_was(typing: Any) -> None:
+    terminal = typing("-m", "240")
+    for _ in range(2):
+        terminal.type("def f(x):\n")
+        terminal.wait_for(ANSWERING)
+        while termios.tcgetattr(terminal.master)[3] & termios.ECHO:
+            time.sleep(0.01)
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.wait_for("stopped")
+        terminal.wait_for(">")
     terminal.process.send_signal(signal.SIGINT)
-    terminal.wait_for("stopped")
-    terminal.type("\x04")
     fd = os.dup(terminal.master)
-    terminal.end()
+    assert terminal.end() == 130
     after = termios.tcgetattr(fd)
     os.close(fd)
     assert after[3] & termios.ECHO and after[3] & termios.ICANON and after[0] & termios.ICRNL
@@ -437,7 +423,7 @@ def test_a_conversation_that_was_loaded_goes_on_as_if_it_had_never_been_left(
     flags: list[str], spoken: Spoken, tmp_path: Path
 ) -> None:
     file = tmp_path / "c.json"
-    options = ["-m", "4", *SMALL, *flags]
+    options = ["-m", "4", *STREAMED, *flags]
     whole, _ = spoken(["def f(x):", "def g(x):", f"/save {file}", "class A:"], *options)
     assert file.stat().st_mode & 0o777 == 0o600 and [p.name for p in tmp_path.glob("*c.json*")] == ["c.json"]
     again, err = spoken(["something else", f"/load {file}", "class A:", f"/save {file}"], *options)
@@ -452,7 +438,7 @@ def test_a_conversation_that_was_loaded_goes_on_as_if_it_had_never_been_left(
 def test_what_is_no_conversation_is_neither_loaded_nor_written_over(spoken: Spoken, tmp_path: Path) -> None:
     good, own = tmp_path / "good.json", tmp_path / "own.json"
     own.write_text('{"mine": 1}')
-    _, err = spoken(["hi", f"/save {good}", f"/save {own}", f"/save {tmp_path}/no/x"], "-m", "2", *SMALL)
+    _, err = spoken(["hi", f"/save {good}", f"/save {own}", f"/save {tmp_path}/no/x"], "-m", "2", *STREAMED)
     assert own.read_text() == '{"mine": 1}' and "not a saved conversation" in err and "No such file" in err
     document = json.loads(good.read_text())
     changes: list[Any] = [
@@ -463,7 +449,7 @@ def test_what_is_no_conversation_is_neither_loaded_nor_written_over(spoken: Spok
     for n, change in enumerate(changes):
         (tmp_path / f"{n}.json").write_text(json.dumps(change))
         lines.append(f"/load {tmp_path / f'{n}.json'}")
-    record, err = spoken(["hi", *lines, "/what is this", " /etc/hosts"], "-m", "2", *SMALL)
+    record, err = spoken(["hi", *lines, "/what is this", " /etc/hosts"], "-m", "2", *STREAMED)
     assert err.count("no conversation that outcore chat saved") == 6
     assert err.count("tokens are not this model's") == 2
     assert "give a file" in err and "No such file" in err and "no such command" in err
@@ -475,10 +461,10 @@ def test_commands_with_a_slash_are_commands_in_a_pipe_too(
 ) -> None:
     file = tmp_path / "kept.json"
     lines = ["/help", "hi", f"/save {file}", " /bye now", "/bye", "no"]
-    record, _, err = chat(capsys, monkeypatch, quick, lines, "-m", "2", *LEAST)
+    record, _, err = chat(capsys, monkeypatch, quick, lines, "-m", "2", *STREAMED)
     assert [t["message"] for t in record["turns"]] == ["hi", " /bye now"] and file.exists()
     # Both say all there is.
-    _, _, short = chat(capsys, monkeypatch, quick, ["h"], *LEAST)
+    _, _, short = chat(capsys, monkeypatch, quick, ["h"], *STREAMED)
     for said in (err, short):
         assert all(word in said for word in ("q quit", "/save FILE and /load FILE", "Esc Enter"))
 
@@ -490,20 +476,18 @@ def session_of(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path, *lines: str
 ) -> tuple[list[list[int]], str]:
     """The tokens of each answer of a run of a session, and what it told."""
-    record, _, err = chat(
-        capsys, monkeypatch, folder, list(lines), "--session", "work", "-m", "5", *SMALL, "--memory", "24MB"
-    )
+    record, _, err = chat(capsys, monkeypatch, folder, list(lines), "--session", "work", "-m", "5", *STREAMED)
     return [turn["tokens"] for turn in record["turns"]], err
 
 
 @pytest.mark.parametrize("lost", [None, "damaged", "gone"])
 def test_a_session_goes_on_after_a_restart(
-    short_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lost: str | None
+    quick: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lost: str | None
 ) -> None:
     """As if it had never ended, computing what is new alone; where what was computed is lost, all of it."""
-    record, _, _ = chat(capsys, monkeypatch, short_model, MESSAGES, "-m", "5", *SMALL, "--memory", "24MB")
+    record, _, _ = chat(capsys, monkeypatch, quick, MESSAGES, "-m", "5", *STREAMED)
     whole = [turn["tokens"] for turn in record["turns"]]
-    first, err = session_of(capsys, monkeypatch, short_model, *MESSAGES[:2])
+    first, err = session_of(capsys, monkeypatch, quick, *MESSAGES[:2])
     assert "computed first" not in err
     (kept,) = cache_dir().glob("prefix/*/*.conversation")
     if lost == "damaged":
@@ -512,7 +496,7 @@ def test_a_session_goes_on_after_a_restart(
         kept.write_bytes(data)
     elif lost == "gone":
         kept.unlink()
-    second, err = session_of(capsys, monkeypatch, short_model, MESSAGES[2])
+    second, err = session_of(capsys, monkeypatch, quick, MESSAGES[2])
     assert [*first, *second] == whole
     assert ("its cache was loaded too" in err) == (lost is None)
     assert ("computes them first" in err) == (lost is not None)
@@ -520,19 +504,7 @@ def test_a_session_goes_on_after_a_restart(
     assert now != kept, "one file a conversation"
 
 
-@pytest.fixture(scope="module")
-def plain_caches(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose caches mlx-lm makes, which --max-kv-size bounds."""
-    folder = tmp_path_factory.mktemp("chat") / "qwen3"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | {"vocab_size": 8192})
-        zoo.save_checkpoint("qwen3", folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(demo_model / name, folder)
-    return folder
-
-
-@pytest.mark.parametrize(("before", "after"), [("16", "16"), ("16", "64"), ("64", None), (None, "16"), (None, None)])
+@pytest.mark.parametrize(("before", "after"), [("16", "16"), ("16", "64"), ("64", None), (None, "16")])
 def test_a_session_has_the_window_that_it_is_resumed_with(
     before: str | None, after: str | None, plain_caches: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
@@ -540,7 +512,7 @@ def test_a_session_has_the_window_that_it_is_resumed_with(
 
     def run(folder: str, window: str | None, prefix: str, *lines: str) -> tuple[list[int], str]:
         monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path / folder))
-        flags = ["--memory", "60MB", "--context", "256", "-m", "12", "--session", "work", "--prefix-cache", prefix]
+        flags = ["--memory", "60MB", "--context", "256", "-m", "6", "--session", "work", "--prefix-cache", prefix]
         flags += ["--max-kv-size", window] if window else []
         record, _, err = chat(capsys, monkeypatch, plain_caches, list(lines), *flags)
         return record["turns"][-1]["tokens"], err
@@ -557,46 +529,45 @@ def test_a_session_has_the_window_that_it_is_resumed_with(
 
 
 def test_a_session_that_is_killed_has_its_last_answer(
-    short_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    quick: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(KeptChat, "leave", lambda _: None)
-        session_of(capsys, monkeypatch, short_model, MESSAGES[0])
+        session_of(capsys, monkeypatch, quick, MESSAGES[0])
     said = json.loads((cache_dir() / "sessions" / "work.json").read_text())
     assert [turn["message"] for turn in said["turns"]] == MESSAGES[:1]
-    tokens, err = session_of(capsys, monkeypatch, short_model, MESSAGES[1])
+    tokens, err = session_of(capsys, monkeypatch, quick, MESSAGES[1])
     assert "1 turn," in err and len(tokens) == 1
 
 
 def test_a_session_is_one_processs_and_one_models(
-    short_model: Path, demo_model: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    session_of(capsys, monkeypatch, short_model, MESSAGES[0])
+    quick: Path, plain_caches: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session_of(capsys, monkeypatch, quick, MESSAGES[0])
     with session_file("work"):
-        assert main(["chat", "--model", str(short_model), "--session", "work", *SMALL]) != 0
+        assert main(["chat", "--model", str(quick), "--session", "work", *STREAMED]) != 0
         assert "in use by another process" in capsys.readouterr().err
     for name in ("", "../x", "a/b", ".x", "x" * 65, "a b"):
-        assert main(["chat", "--model", str(short_model), "--session", name, *SMALL]) != 0
-        assert "--session" in capsys.readouterr().err
+        with pytest.raises(UsageError, match="--session"), session_file(name):
+            pass
     (cache_dir() / "sessions" / "work.json").write_text('{"format": "else"}')
-    assert main(["chat", "--model", str(short_model), "--session", "work", *SMALL]) != 0
+    assert main(["chat", "--model", str(quick), "--session", "work", *STREAMED]) != 0
     assert "no conversation that outcore chat saved" in capsys.readouterr().err
     (cache_dir() / "sessions" / "work.json").unlink()
-    session_of(capsys, monkeypatch, short_model, MESSAGES[0])
-    tokens, err = session_of(capsys, monkeypatch, demo_model, MESSAGES[1])
+    session_of(capsys, monkeypatch, quick, MESSAGES[0])
+    tokens, err = session_of(capsys, monkeypatch, plain_caches, MESSAGES[1])
     # The same tokens in another model: computed anew.
     assert "computes them first" in err and len(tokens) == 1
 
 
 def test_a_session_whose_answer_broke_off_keeps_nothing_wrong(
-    short_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    quick: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second Ctrl-C in the middle of an answer: what the caches hold of it is not the conversation's."""
-    session_of(capsys, monkeypatch, short_model, MESSAGES[0])
-    expected, _ = session_of(capsys, monkeypatch, short_model, "what")
+    session_of(capsys, monkeypatch, quick, MESSAGES[0])
+    expected, _ = session_of(capsys, monkeypatch, quick, "what")
     shutil.rmtree(cache_dir())
-    session_of(capsys, monkeypatch, short_model, MESSAGES[0])
+    session_of(capsys, monkeypatch, quick, MESSAGES[0])
     original = answers.stream_generate
 
     def dies(*args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -608,17 +579,20 @@ def test_a_session_whose_answer_broke_off_keeps_nothing_wrong(
     with monkeypatch.context() as patch:
         patch.setattr(answers, "stream_generate", dies)
         patch.setattr(sys, "stdin", io.StringIO("something else\n"))
-        flags = ["--session", "work", "-m", "5", *SMALL, "--memory", "24MB"]
-        assert main(["chat", "--model", str(short_model), "--json", *flags]) != 0
+        flags = ["--session", "work", "-m", "5", *STREAMED]
+        assert main(["chat", "--model", str(quick), "--json", *flags]) != 0
     capsys.readouterr()
-    got, _ = session_of(capsys, monkeypatch, short_model, "what")
+    got, _ = session_of(capsys, monkeypatch, quick, "what")
     assert got == expected
 
 
-def test_what_was_found_of_a_message_is_told(deep: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_what_was_found_of_a_message_is_shown(quick: Path, capsys: Any, monkeypatch: Any) -> None:
+    for module in (prompts, prefix_cache):
+        monkeypatch.setattr(module, "GRID", 16)
+    monkeypatch.setattr(prompts, "STATE_SHARE", 1e6)  # recurrent states are larger than what is kept of few tokens
     seen = []
     for _ in range(2):
-        record, _, err = chat(capsys, monkeypatch, deep, ["x = 1 " * 150], "--memory", "1GB", "-m", "4")
+        record, _, err = chat(capsys, monkeypatch, quick, ["x = 1 " * 10], "--memory", "1GB", "-m", "3")
         (turn,) = record["turns"]
         seen.append((turn["cached_tokens"], turn["tokens"]))
         assert ("found on disk" in err) == (turn["cached_tokens"] > 0)
@@ -652,5 +626,6 @@ def test_the_summary_counts_what_mlx_kept_of_freed_memory(
     mx.clear_cache()
     monkeypatch.setattr(mx, "clear_cache", clear_cache)
     words = ["--memory", "60MB", "--prefill-step-size", "16", "-m", "2", "--prefix-cache", "off"]
-    record, _, _ = chat(capsys, monkeypatch, quick, ["import os " * 300], *words)
+    record, _, _ = chat(capsys, monkeypatch, quick, ["import os " * 80], *words)
+    assert mx.get_peak_memory() < max(held), "or nothing is seen here"
     assert max(held) <= record["peak_memory_bytes"] <= record["budget_bytes"]
