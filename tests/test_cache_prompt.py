@@ -15,6 +15,7 @@ import mlx_lm.cache_prompt
 import pytest
 from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 
+import outcore
 from outcore.checkpoint import prompt_cache
 from outcore.checkpoint.prompt_cache import PromptCacheFile
 from outcore.cli.main import main
@@ -22,18 +23,19 @@ from outcore.cli.main import main
 PROMPT = "def add(a, b):\n    return a + b\n\n\nclass A:\n"
 
 
-@pytest.fixture(scope="session")
-def quick_model(quick_models: Callable[..., Path]) -> Path:
-    """Mostly recurrent: it repeats what drafts are made of."""
-    return quick_models(16, 4)
+@pytest.fixture(scope="module")
+def quick(quick_models: Callable[[int], Path], demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recurrent layer, and one with attention."""
+    folder = tmp_path_factory.mktemp("cache-prompt") / "quick"
+    shutil.copytree(quick_models(2), folder)
+    shutil.copy(demo_model / "chat_template.jinja", folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def quick(quick_model: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cache-prompt") / "quick"
-    shutil.copytree(quick_model, folder)
-    shutil.copy(demo_model / "chat_template.jinja", folder)
-    return folder
+def least(quick: Path) -> str:
+    """A budget that does not hold all layers."""
+    return f"{outcore.plan_model(quick, memory='1GB').smallest_budget_bytes}B"
 
 
 def theirs(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
@@ -52,7 +54,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
     ],
 )
 def test_the_file_is_mlx_lms_own_though_weights_are_streamed(
-    prompt: str, flags: list[str], quick: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    prompt: str, flags: list[str], quick: Path, least: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A name without its ending is completed, as MLX does.
     given = ["--model", str(quick), "--prompt", prompt, *flags, "--prompt-cache-file"]
@@ -60,7 +62,7 @@ def test_the_file_is_mlx_lms_own_though_weights_are_streamed(
     theirs(monkeypatch, *given, str(tmp_path / "theirs"))
     capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
-    assert main(["cache-prompt", *given, str(tmp_path / "ours"), "--memory", "20MB", "--json"]) == 0
+    assert main(["cache-prompt", *given, str(tmp_path / "ours"), "--memory", least, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert not any("quantized" in note for note in record["notes"])
     assert record["streamed_units"] > 0 and record["file"] == str(tmp_path / "ours.safetensors")
@@ -71,14 +73,14 @@ def test_the_file_is_mlx_lms_own_though_weights_are_streamed(
 
 
 def test_generate_goes_on_from_it_as_from_mlx_lms(
-    quick: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    quick: Path, least: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = str(tmp_path / "c.safetensors")
     model = ["--model", str(quick)]
-    assert main(["cache-prompt", *model, "--prompt", PROMPT, "--prompt-cache-file", file, "--memory", "25MB"]) == 0
+    assert main(["cache-prompt", *model, "--prompt", PROMPT, "--prompt-cache-file", file, "--memory", least]) == 0
     capsys.readouterr()
     asked = [*model, "--prompt", "go on", "--prompt-cache-file", file, "-m", "5"]
-    assert main(["generate", *asked, "--memory", "25MB", "--json", "--verbose", "F"]) == 0
+    assert main(["generate", *asked, "--memory", least, "--json", "--verbose", "F"]) == 0
     ours = json.loads(capsys.readouterr().out.splitlines()[-1])
     said: list[int] = []
     module = sys.modules["mlx_lm.generate"]

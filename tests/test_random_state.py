@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable
@@ -18,12 +19,16 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import outcore
 import zoo
+from outcore.decode import text_drafts
 from outcore.decode.loader import load_model
 from outcore.decode.preparation import prepare
 from outcore.decode.sampling import make_sampler, own_sampler
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
+from outcore.decode.speculative.drafting import Drafting
 from outcore.machine.random_state import random_state_kept
 from outcore_calibrate.layer_times import rig
 from outcore_packs.full_copy import pack_model
+from stand_ins import Oracle
 from test_pack import original
 
 
@@ -151,6 +156,20 @@ def test_a_seed_gives_one_text_before_and_after_loading_and_on_first_and_later_r
     assert len(set(first)) > 3
 
 
+@functools.cache
+def theirs_of(folder: Path) -> tuple[Any, Any]:
+    model, tokenizer = mlx_lm.load(str(folder))[:2]
+    return model, tokenizer
+
+
+@functools.cache
+def texts_of_mlx_lm(folder: Path, cached: bool, drawing: tuple[tuple[str, float], ...]) -> list[Any]:
+    model, tokenizer = theirs_of(folder)
+    sampler = mlx_lm.sample_utils.make_sampler(**dict(drawing))
+    caches = (lambda: make_prompt_cache(model)) if cached else None
+    return several_texts(mlx_lm.stream_generate, model, tokenizer, caches, sampler)
+
+
 def key() -> Any:
     found: Any = mx.random.state
     return found[0].tolist()
@@ -176,15 +195,15 @@ def several_texts(stream_generate: Any, model: Any, tokenizer: Any, caches: Any,
     ends = set(tokenizer.eos_token_ids)
     tokenizer.eos_token_ids = set()
     try:
-        write(6)
+        write(4)
         write(1)
-        ended = write(8)
-        tokenizer.eos_token_ids = {found[0][0][3], ended[2]}
-        write(30)
+        write(3)
+        tokenizer.eos_token_ids = {found[0][0][3], found[2][0][2]}
+        write(8)
         tokenizer.eos_token_ids = set()
-        write(8, upto=1)
-        write(8, upto=3)
-        write(5)
+        write(4, upto=1)
+        write(4, upto=3)
+        write(2)
     finally:
         tokenizer.eos_token_ids = ends
     return found
@@ -204,33 +223,40 @@ TOP_P, XTC = {"temp": 0.7, "top_p": 0.9}, {"temp": 1.0, "xtc_probability": 0.5}
     ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else str(value),
 )
 def test_mlx_lms_own_sampler_draws_what_it_draws_there_text_after_text(
-    quick_models: Callable[[int], Path], options: dict[str, Any], cached: bool, drawing: dict[str, Any]
+    quick_models: Callable[[int], Path],
+    options: dict[str, Any],
+    cached: bool,
+    drawing: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    served = quick_models(2)
+    folder = quick_models(2)
     sampler = mlx_lm.sample_utils.make_sampler(**drawing)
-    theirs, tokenizer = mlx_lm.load(str(served))
-    expected = several_texts(
-        mlx_lm.stream_generate, theirs, tokenizer, (lambda: make_prompt_cache(theirs)) if cached else None, sampler
-    )
+    expected = texts_of_mlx_lm(folder, cached, tuple(drawing.items()))
     assert len({tuple(said) for said, _ in expected}) > 3
+    # What is drafted is right for the first text, but for every third token, and wrong for the others.
+    known = [*theirs_of(folder)[1].encode("def f(x):"), *expected[0][0]]
+    monkeypatch.setattr(Drafting, "source", lambda *_: Oracle(known, 3))
+    monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(3, fixed=True))
     before = key()
-    model, tokenizer = outcore.load(str(served), memory="60MB", context=400, **{"draft": "none"} | options)
+    model, tokenizer = outcore.load(str(folder), memory="60MB", context=64, **{"draft": "none"} | options)
     assert key() == before
     with model.outcore as session:
         assert bool(session.plan.streams) == ("resident" in options)
         got = several_texts(
             outcore.stream_generate, model, tokenizer, (lambda: make_prompt_cache(model)) if cached else None, sampler
         )
+        drafted = session.metrics.drafted
+    assert (drafted > 0) == ("draft" in options)
     assert got == expected
 
 
 @pytest.mark.parametrize("how", ["closed", "thrown in", "a pass fails"])
 def test_a_text_that_breaks_off_leaves_the_random_state_where_mlx_lm_has_it_behind_its_last_token(
-    served: Path, how: str
+    quick_models: Callable[[int], Path], how: str
 ) -> None:
     sampler = mlx_lm.sample_utils.make_sampler(temp=1.0)
-    theirs, tokenizer = mlx_lm.load(str(served))
-    model, _ = outcore.load(str(served), memory="60MB", context=400, resident=1, draft="none")
+    theirs, tokenizer = theirs_of(quick_models(2))
+    model, _ = outcore.load_model(quick_models(2), memory="60MB", context=64, resident=1, draft="none")
     with model.outcore as session:
         found = []
         for write, of in ((mlx_lm.stream_generate, theirs), (outcore.stream_generate, model)):
