@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
 import subprocess
 from collections.abc import Callable, Generator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -315,11 +318,25 @@ def test_other_files_are_no_documents(tmp_path: Path) -> None:
 
 
 def test_command_prints_a_table_and_ends_with_the_document(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[str] = []
+
+    def child(command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        """The first row in a process of its own, as every row and reading of the disk is; the others here."""
+        *_, kind, arguments = command
+        asked.append(kind)
+        if asked.count("row") == 1 and kind == "row":
+            return subprocess.run(command, **how)
+        with redirect_stdout(io.StringIO()) as written:
+            status = jobs.main(kind, arguments)
+        return subprocess.CompletedProcess(command, status, written.getvalue(), "")
+
+    monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(run=child))
     out = tmp_path / "result.json"
     flags = "--modes outcore --resident 0 --tokens 2 --prompt-tokens 4 --repeats 2 --warmup 0 --json"
     assert main(["bench", str(tiny), *flags.split(), "--output", str(out)]) == 0
+    assert asked == ["row", "disk", "row", "disk"]
     printed = capsys.readouterr()
     assert max(len(line) for line in printed.err.splitlines() if line.startswith("outcore, ")) <= 100
     assert json.loads(printed.out) == json.loads(out.read_text())
