@@ -61,7 +61,7 @@ class Place:
         """What is asked."""
         case = self.case
         length = BLOCK + 10 if case.context in PREFIX else 264 if case.context == "kv_disk" else 24
-        tokens = 8 if exact(case) else 16
+        tokens = 6 if exact(case) else 10
         alone = case.face in ("generate", "patch") and case.context in PREFIX and exact(case)
         alone |= case.context == "kv_disk"
         count = {"batch": 3, "ranks": 1}.get(case.face, 1 if alone else 2)
@@ -69,7 +69,7 @@ class Place:
             more = [Text(prompt_of(9, salt), tokens, True) for salt in (1, 2)]
             return [Text(prompt_of(length, 0), tokens, True), *more]
         # A client who is alone at last is drafted for.
-        longer = 8 if case.face == "server" else 0
+        longer = 6 if case.face == "server" else 0
         return [Text(prompt_of(length - 3 * n, n), tokens + longer * n) for n in range(count)]
 
     @property
