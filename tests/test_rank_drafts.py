@@ -28,7 +28,7 @@ from outcore_cluster.layer_shares import share_layers
 from outcore_cluster.link_times import LinkTimes
 from rank_processes import RankProcesses
 
-TOKENS = 20
+TOKENS = 10
 MOST = {"num_draft_tokens": 4}
 
 
@@ -37,12 +37,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return zoo.save_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("model_type", ["gemma4", "qwen3_next"])
+HELD: dict[str, list[dict[str, Any]]] = {
+    "gemma4": [{"resident": 0, "head_resident": False}],
+    "qwen3_next": [{"resident": 0}, {}, {"in_turn": False}],
+}
+
+
+@pytest.mark.parametrize("model_type", HELD)
 def test_a_copy_of_the_model_drafts_on_the_first_rank(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path)
     expected, _ = rank_work.text(None, folder, TOKENS)
     _, alone = rank_work.text(None, folder, TOKENS, draft="self:8", how=MOST, resident=0)
-    for held in ({"resident": 0}, {"resident": 0, "head_resident": False}, {}, {"in_turn": False}):
+    for held in HELD[model_type]:
         plain = two.run(rank_work.with_options, folder, 1, held)
         (found, did), (told, other) = two.run(
             rank_work.with_options, folder, TOKENS, {"draft": "self:8", "how": MOST, **held}
@@ -59,8 +65,8 @@ def test_a_copy_of_the_model_drafts_on_the_first_rank(model_type: str, two: Rank
 def test_what_is_received_for_a_draft_is_computed_before_more_takes_its_place(
     two: RankProcesses, quick_models: Callable[[int], Path]
 ) -> None:
-    """Of eight layers of the other rank, one behind the other, and a prompt in three passes."""
-    folder = quick_models(16)
+    """Of three layers of the other rank, one behind the other, and a prompt in three passes."""
+    folder = quick_models(6)
     expected, _ = rank_work.text(None, folder, TOKENS)
     right = []
     for in_turn in (True, False):
@@ -82,7 +88,7 @@ def test_another_model_drafts_on_the_first_rank(two: RankProcesses, llama: Path,
     (found, did), (_, other) = two.run(rank_work.each_with_options, llama, TOKENS, options)
     assert found == expected
     # It knows what the model says; the other ranks need not have it.
-    assert did["accepted"] == did["drafted"] > 8 and did["sweeps"] == other["sweeps"] < alone["sweeps"] / 2
+    assert did["accepted"] == did["drafted"] > 5 and did["sweeps"] == other["sweeps"] < alone["sweeps"] / 2
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
@@ -90,12 +96,11 @@ def test_drawn_texts_with_a_seed_are_one_ranks(model_type: str, two: RankProcess
     """Drafted or not, and over two texts that share caches."""
     folder = zoo.save_checkpoint(model_type, tmp_path)
     expected = rank_work.conversation(None, folder, {"resident": 0}, coupled=True)
-    for resident in (0, None):
-        options = {"resident": resident, "draft": "self:8"}
-        assert two.run(rank_work.conversation, folder, options, True, 3) == [expected] * 2
-        # By the rejection rule the text is another one, and the same on all ranks.
-        first, other = two.run(rank_work.conversation, folder, options, False, 3)
-        assert first == other
+    options = {"resident": 0 if model_type == "qwen3_next" else None, "draft": "self:8"}
+    assert two.run(rank_work.conversation, folder, options, True, 3) == [expected] * 2
+    # By the rejection rule the text is another one, and the same on all ranks.
+    first, other = two.run(rank_work.conversation, folder, options, False, 3)
+    assert first == other
 
 
 def test_a_draft_that_is_given_up_in_the_middle_of_a_text(two: RankProcesses, llama: Path) -> None:
@@ -123,7 +128,7 @@ def test_ranks_that_draft_nothing_while_others_could(
 
 
 def test_drafts_that_nobody_asked_for_refuse_nothing_on_any_rank(two: RankProcesses, llama: Path) -> None:
-    expected, _ = rank_work.text(None, llama, TOKENS)
+    expected, _ = rank_work.text(None, llama, 20)
     options: dict[str, Any] = {"resident": 0, "draft": "none"}
     without = two.run(rank_work.least_memory, llama, options)
     with_them = two.run(rank_work.least_memory, llama, options | {"draft": NGRAM})
@@ -132,7 +137,7 @@ def test_drafts_that_nobody_asked_for_refuse_nothing_on_any_rank(two: RankProces
         assert without[small] < with_them[small]
         for memory, drafts in ((without[small], False), (with_them[small], True)):
             each = [automatic | ({"memory": memory} if rank == small else {}) for rank in range(2)]
-            (found, did), (_, other) = two.run(rank_work.each_with_options, llama, TOKENS, each)
+            (found, did), (_, other) = two.run(rank_work.each_with_options, llama, 20, each)
             assert found == expected
             assert (did["drafted"] > 0) == (other["drafted"] > 0) == drafts
     # Who asked for them is told what they need.

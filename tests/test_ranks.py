@@ -28,8 +28,11 @@ HELD: dict[str, dict[str, Any]] = {
     "half": {"resident": 1},
 }
 
+WAYS = {"dbrx": ["in memory", "streamed"], "gemma4": ["in memory", "half"], "qwen3_next": list(HELD)}
+"""In which ways a rank holds its layers; the others one of them, and stream one."""
+
 HOW = {"in memory": [{False}], "streamed": [{True}], "half": [{True}, {True, False}]}
-TOKENS = 12
+TOKENS = 6
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_text_and_its_logits_are_those_of_one_rank(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path)
     expected, _ = rank_work.text(None, folder, TOKENS)
-    for name, options in HELD.items():
+    for name in WAYS.get(model_type, ["half"]):
+        options = HELD[name]
         (found, did), (told, other) = two.run(rank_work.with_options, folder, TOKENS, options)
         assert found == expected, name
         assert [t for t, _ in told] == [t for t, _ in expected], name
@@ -54,10 +58,9 @@ def test_layers_that_follow_each_other_on_three_ranks(llama: Path) -> None:
     expected, _ = rank_work.text(None, llama, TOKENS)
     three = RankProcesses(3)
     try:
-        for options in ({"in_turn": False}, {"resident": 0}):
-            found = three.run(rank_work.with_options, llama, TOKENS, options)
-            assert found[0][0] == expected, options
-            assert sum(did["layers"] for _, did in found) == 4
+        found = three.run(rank_work.with_options, llama, TOKENS, {"in_turn": False, "resident": 0})
+        assert found[0][0] == expected
+        assert sum(did["layers"] for _, did in found) == 4
     finally:
         three.close()
 
@@ -90,7 +93,7 @@ def test_no_slot_is_held_while_others_are_waited_for(two: RankProcesses, llama: 
 def test_drafts_are_the_first_ranks(model_type: str, resident: int | None, two: RankProcesses, tmp_path: Path) -> None:
     """What it guesses is checked in one sweep by all, and what was wrong is taken back from all caches."""
     folder = zoo.save_checkpoint(model_type, tmp_path)
-    expected, _ = rank_work.text(None, folder, 24)
+    expected, _ = rank_work.text(None, folder, 12)
     (found, did), (told, other) = two.run(rank_work.drafted, folder, [t for t, _ in expected], {"resident": resident})
     assert found == expected
     assert [t for t, _ in told] == [t for t, _ in expected]
@@ -100,7 +103,7 @@ def test_drafts_are_the_first_ranks(model_type: str, resident: int | None, two: 
 @pytest.mark.parametrize(("model_type", "resident"), [("llama", 0), ("qwen3_next", None)])
 def test_sequences_that_share_sweeps(model_type: str, resident: int | None, two: RankProcesses, tmp_path: Path) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path)
-    prompts, tokens = [rank_work.PROMPT, [3, 4, 5], [9] * 20], [6, 9, 12]
+    prompts, tokens = [rank_work.PROMPT, [3, 4, 5], [9] * 20], [3, 5, 7]
     expected, _ = rank_work.batch(None, folder, prompts, tokens, resident=0)
     found = two.run(rank_work.batch_with_options, folder, prompts, tokens, {"resident": resident})
     assert found[0][0] == found[1][0] == expected
@@ -109,12 +112,11 @@ def test_sequences_that_share_sweeps(model_type: str, resident: int | None, two:
 
 def test_quantized_keys_and_values(two: RankProcesses, tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("qwen3", tmp_path)
-    how = {"kv_bits": 8, "quantized_kv_start": 20, "kv_group_size": 32}
+    how = {"kv_bits": 8, "quantized_kv_start": 20, "kv_group_size": 32}  # of a prompt of 40 tokens
     expected, _ = rank_work.text(None, folder, TOKENS, how=how)
     assert expected != rank_work.text(None, folder, TOKENS)[0]
-    for resident in (0, None):
-        (found, _), _ = two.run(rank_work.with_options, folder, TOKENS, {"resident": resident, "how": how})
-        assert found == expected
+    (found, _), _ = two.run(rank_work.with_options, folder, TOKENS, {"resident": 1, "how": how})
+    assert found == expected
 
 
 @pytest.mark.parametrize(("model_type", "in_turn"), [("deepseek_v3", True), ("qwen3_next", False)])
@@ -126,7 +128,7 @@ def test_experts_in_pools(model_type: str, in_turn: bool, two: RankProcesses, tm
     (found, did), (_, other) = two.run(rank_work.with_options, folder, TOKENS, options)
     assert found == expected
     assert did["pools"] + other["pools"] == alone["pools"] > 0
-    prompts, tokens = [rank_work.PROMPT, [3, 4, 5], [9] * 20], [6, 9, 12]
+    prompts, tokens = [rank_work.PROMPT, [3, 4, 5], [9] * 20], [3, 5, 7]
     texts, _ = rank_work.batch(None, folder, prompts, tokens, experts=2)
     found = two.run(rank_work.batch_with_options, folder, prompts, tokens, {"experts": 2})
     assert found[0][0] == found[1][0] == texts
@@ -135,7 +137,7 @@ def test_experts_in_pools(model_type: str, in_turn: bool, two: RankProcesses, tm
 def test_texts_are_drawn_by_the_first_rank_and_go_on(two: RankProcesses, tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("qwen3_next", tmp_path)
     expected = rank_work.conversation(None, folder, {"resident": 0})
-    for options in ({"resident": 0}, {}, {"in_turn": False}):
+    for options in ({"resident": 1}, {"in_turn": False}):
         assert two.run(rank_work.conversation, folder, options) == [expected] * 2
 
 
@@ -152,14 +154,13 @@ def test_no_memory_for_a_token(model_type: str, two: RankProcesses, tmp_path: Pa
     folder = zoo.save_checkpoint(model_type, tmp_path)
     first, _, second = expected = rank_work.failing(None, folder, {})
     assert len(first) == 6 and len(second) == 6
-    for in_turn in (True, False):
-        assert two.run(rank_work.failing, folder, {"in_turn": in_turn}) == [expected] * 2
+    assert two.run(rank_work.failing, folder, {"in_turn": model_type == "llama"}) == [expected] * 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_has_to_stream_in_the_middle_of_a_text(rank: int, two: RankProcesses, llama: Path) -> None:
-    expected, _ = rank_work.text(None, llama, TOKENS)
-    both = two.run(rank_work.shedding, llama, TOKENS, rank)
+    expected, _ = rank_work.text(None, llama, 12)
+    both = two.run(rank_work.shedding, llama, 12, rank)
     assert both[0][0] == expected
     read = both[rank][1]
     assert read[3] == 0 < read[5] < read[7] and read[11] - read[10] < read[6] - read[5]
@@ -170,9 +171,8 @@ def test_layers_in_memory_before_a_head_that_is_streamed(two: RankProcesses, lla
     """Of a prompt's chunks but the last no head is computed; what they leave in caches waits for other ranks all the
     same."""
     expected, _ = rank_work.text(None, llama, TOKENS)
-    for in_turn in (True, False):
-        options = {"resident": 2, "head_resident": False, "in_turn": in_turn}
-        assert two.run(rank_work.with_options, llama, TOKENS, options)[0][0] == expected
+    options = {"resident": 2, "head_resident": False, "in_turn": False}
+    assert two.run(rank_work.with_options, llama, TOKENS, options)[0][0] == expected
 
 
 @pytest.mark.parametrize(("model_type", "resident"), [("gemma4", 0), ("qwen3_next", None)])

@@ -517,9 +517,9 @@ def _written(
     return {"tokens": tokens, "failed": failed, "full": full, "most": most}
 
 
-def smallest(link: Link, folder: Path, draft: str = "ngram") -> int:
+def smallest(link: Link, folder: Path, options: dict[str, Any]) -> int:
     """Bytes of the smallest budget that works on this rank."""
-    model = loaded(link, folder, resident=0, draft=draft)
+    model = loaded(link, folder, **options)
     with model.outcore as session:
         return int(session.plan.smallest_budget_bytes)
 
