@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +28,38 @@ def said(model: Any, prompt: list[int], tokens: int, **options: Any) -> list[int
 def test_a_window_takes_the_memory_of_its_tokens_alone(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("qwen3", tmp_path / "model")
     theirs, _ = mlx_lm.utils.load_model(folder)
-    expected = [int(t) for t, _ in mlx_lms(mx.array(PROMPT * 10), theirs, max_tokens=250, max_kv_size=32)]
-    chosen: dict[str, Any] = {"memory": "2GB", "slots": 2, "context": 64, "draft": "none"}
+    prompt = PROMPT * 8
+    expected = [int(t) for t, _ in mlx_lms(mx.array(prompt), theirs, max_tokens=24, max_kv_size=16)]
+    chosen: dict[str, Any] = {"memory": "2GB", "slots": 2, "context": 32, "draft": "none", "govern": False}
     for resident in (0, None):
         model, _ = outcore.load_model(folder, resident=resident, **chosen)
-        with model.outcore:
-            assert said(model, PROMPT * 10, 250, max_kv_size=32, prefill_step_size=2048) == expected
-            said(model, PROMPT, 60, prompt_cache=make_prompt_cache(model, 32), prefill_step_size=64)
-            assert model.outcore.plan.context <= 512, "not of the 550 tokens that there were"
-
-
-def test_who_bounds_caches_that_cannot_be_bounded_is_told_and_needs_no_more_memory(short_model: Path) -> None:
-    """Such a model's caches are its own; what a prompt's chunks take is as without."""
-    texts = []
-    for bound in ({}, {"max_kv_size": 32}):
-        memory = outcore.plan_model(str(short_model), context=140, prompt=100).smallest_budget_bytes
-        model, _ = outcore.load_model(short_model, memory=memory, context=140, prompt=100, draft="none", govern=False)
         with model.outcore as session:
-            made = outcore.stream_generate(model, TokensOnly(), [3 + i % 50 for i in range(100)], max_tokens=6, **bound)
+            assert (session.streaming is None) == (resident is None)
+            assert said(model, prompt, 24, max_kv_size=16, prefill_step_size=2048) == expected
+            said(model, prompt, 24, prompt_cache=make_prompt_cache(model, 16), prefill_step_size=64)
+            assert session.plan.context == 256, "room for the prompt, not for the 264 tokens that there were"
+
+
+def test_caches_that_cannot_be_bounded_are_noted_and_take_no_more_memory(quick_models: Callable[[int], Path]) -> None:
+    """Such a model's caches are its own; what a prompt's chunks take is as without."""
+    folder, texts = quick_models(4), []
+    options: dict[str, Any] = {"context": 60, "prompt": 40, "draft": "none"}
+    memory = outcore.plan_model(str(folder), **options).smallest_budget_bytes
+    for bound in ({}, {"max_kv_size": 16}):
+        model, _ = outcore.load_model(folder, memory=memory, govern=False, **options)
+        with model.outcore as session:
+            made = outcore.stream_generate(model, TokensOnly(), [3 + i % 50 for i in range(40)], max_tokens=4, **bound)
             texts.append([r.token for r in made])
             assert any("max_kv_size bounds nothing" in note for note in session.notes) == bool(bound)
     assert texts[0] == texts[1]
 
 
-def test_generate_tells_what_was_not_quantized(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_notes_what_was_not_quantized(
+    quick_models: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     def notes(*flags: str) -> list[str]:
-        line = ["generate", str(served), "--memory", "1GB", "-p", "def f(x):", "--ignore-chat-template", "-m", "40"]
-        assert main([*line, "--json", *flags]) == 0
+        line = ["generate", str(quick_models(2)), "--memory", "1GB", "-p", "def f(x):", "--ignore-chat-template"]
+        assert main([*line, "-m", "6", "--draft", "none", "--json", *flags]) == 0
         record = json.loads(capsys.readouterr().out)
         text = record["prompt_tokens"] + record["generation_tokens"]
         return [note.replace(str(text), "ALL") for note in record["notes"]]
@@ -61,4 +67,4 @@ def test_generate_tells_what_was_not_quantized(served: Path, capsys: pytest.Capt
     usual = notes()
     (note,) = set(notes("--kv-bits", "8")) - set(usual)
     assert note == "--kv-bits 8 begins at token 5000 (--quantized-kv-start): none of the ALL tokens was quantized"
-    assert notes("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "20") == usual
+    assert notes("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "4") == usual
