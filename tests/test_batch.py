@@ -37,6 +37,12 @@ def tokenizer(demo_model: Path) -> Any:
     return mlx_lm.utils.load_tokenizer(demo_model)
 
 
+@pytest.fixture(scope="module")
+def short(quick_models: Any) -> Path:
+    """Three layers, of which the second has attention."""
+    return Path(quick_models(3))
+
+
 def alone(model: Any, tokenizer: Any, prompt: Sequence[int], tokens: int, **options: Any) -> list[tuple[int, float]]:
     """The plain loop's tokens, and by how much each was likelier than the next."""
     found = []
@@ -84,28 +90,31 @@ def test_models_whose_sequences_cannot_share_run_one_by_one(model_type: str, tmp
         assert got.token_ids == expected
 
 
-def test_a_resident_model_makes_mlx_lms_tokens(served: Path, tokenizer: Any) -> None:
+def test_a_resident_model_makes_mlx_lms_tokens(short: Path, tokenizer: Any) -> None:
     theirs = mlx_lm.batch_generate(
-        mlx_lm.load(str(served))[0], tokenizer, PROMPTS, max_tokens=LENGTHS, return_token_ids=True
+        mlx_lm.load(str(short))[0], tokenizer, PROMPTS, max_tokens=LENGTHS, return_token_ids=True
     )
-    model, _ = outcore.load_model(served, memory="300MB", context=64, prompt=16)
+    model, _ = outcore.load_model(short, memory="300MB", context=64, prompt=16)
     with model.outcore as session:
         ours = outcore.batch_generate(model, tokenizer, PROMPTS, max_tokens=LENGTHS, return_token_ids=True)
         assert session.streaming is None and session.size.sequences > 1
         assert ours.token_ids == theirs.token_ids and ours.texts == theirs.texts
 
 
-def test_a_model_loaded_for_one_sequence_makes_room_for_several(demo_model: Path, tokenizer: Any) -> None:
+def test_a_model_loaded_for_one_sequence_makes_room_for_several(short: Path, tokenizer: Any) -> None:
+    # Given a model that is all in memory, and no room beside it.
+    options: dict[str, Any] = {"context": 32, "prompt": 16, "govern": False, "draft": "none"}
+    budget = prepare(short, memory="1GB", **options).plan.peak_bytes
     gc.collect()
     mx.clear_cache()
     others = mx.get_active_memory()
-    model, _ = outcore.load_model(demo_model, memory="42MB", context=64, prompt=16, govern=False)
+    model, _ = outcore.load_model(short, memory=budget, **options)
     with model.outcore as session:
         assert session.streaming is None
-        expected = [[t for t, _ in alone(model, tokenizer, p, 5)] for p in PROMPTS]
+        expected = [[t for t, _ in alone(model, tokenizer, p, 4)] for p in PROMPTS]
         gc.collect()
         mx.reset_peak_memory()
-        got = outcore.batch_generate(model, tokenizer, PROMPTS, max_tokens=5, return_token_ids=True)
+        got = outcore.batch_generate(model, tokenizer, PROMPTS, max_tokens=4, return_token_ids=True)
         assert got.token_ids == expected
         assert mx.get_peak_memory() - others <= session.plan.budget_bytes
         assert session.size.sequences > 1 and session.plan.streams
@@ -113,10 +122,10 @@ def test_a_model_loaded_for_one_sequence_makes_room_for_several(demo_model: Path
         assert session.plan.peak_bytes <= session.plan.budget_bytes
 
 
-def test_what_mlx_lms_function_takes_and_gives(served: Path, tokenizer: Any, capsys: Any) -> None:
-    theirs, _ = mlx_lm.load(str(served))
+def test_what_mlx_lms_function_takes_and_gives(short: Path, tokenizer: Any, capsys: Any) -> None:
+    theirs, _ = mlx_lm.load(str(short))
     assert outcore.batch_generate(theirs, tokenizer, PROMPTS[:2], max_tokens=3).texts  # not loaded by us: mlx-lm's own
-    model, _ = outcore.load_model(served, memory="60MB", resident=1, context=64, prompt=16, sequences=2)
+    model, _ = outcore.load_model(short, memory="60MB", resident=1, context=64, prompt=16, sequences=2)
     with model.outcore:
         text = "def read_lines(path):\n"
         first = outcore.batch_generate(
@@ -146,13 +155,13 @@ def test_what_mlx_lms_function_takes_and_gives(served: Path, tokenizer: Any, cap
         assert outcore.batch_generate(model, tokenizer, []).texts == []
 
 
-def test_what_a_sequence_draws_does_not_depend_on_who_shares_the_sweep(served: Path, tokenizer: Any) -> None:
-    model, _ = outcore.load_model(served, memory="60MB", resident=1, context=64, prompt=16, sequences=4)
+def test_what_a_sequence_draws_does_not_depend_on_others_in_its_passes(short: Path, tokenizer: Any) -> None:
+    model, _ = outcore.load_model(short, memory="60MB", resident=1, context=64, prompt=16, sequences=4)
 
     def request(i: int) -> Request:
         sampler = own_sampler(0.9, top_p=0.95, min_p=0.01, top_k=50, seed=i)
         processors = tuple(make_logits_processors({7: -3.0}, repetition_penalty=1.3, presence_penalty=0.2))
-        return Request(i, PROMPTS[i], 6, sampler, processors if i % 2 else ())
+        return Request(i, PROMPTS[i], 4, sampler, processors if i % 2 else ())
 
     with model.outcore:
         together = {a.request.uid: a.tokens for a in answers(model, tokenizer, [request(i) for i in range(4)])}
@@ -166,11 +175,11 @@ def test_what_a_sequence_draws_does_not_depend_on_who_shares_the_sweep(served: P
         ("shared", "sampler"), ("resident", "processor"), ("resident", "shape"), ("one by one", "processor"),
     ],
 )  # fmt: skip
-def test_a_sampler_that_raises_ends_its_own_sequence_alone(kind: str, where: str, served: Path, tokenizer: Any) -> None:
-    resident = 6 if kind.endswith("resident") else 1
+def test_a_sampler_that_raises_ends_its_own_sequence_alone(kind: str, where: str, short: Path, tokenizer: Any) -> None:
+    resident = 3 if kind.endswith("resident") else 1
     many = 1 if kind.startswith("one") else 4
     model, _ = outcore.load_model(
-        served, memory="200MB", resident=resident, context=64, prompt=16, sequences=many, cpu_streams=1,
+        short, memory="200MB", resident=resident, context=64, prompt=16, sequences=many, cpu_streams=1,
         draft="none",
     )  # fmt: skip
 
@@ -214,11 +223,11 @@ def test_a_sampler_that_raises_ends_its_own_sequence_alone(kind: str, where: str
         assert again == whole
 
 
-def test_who_there_is_no_memory_for_any_more_makes_room_for_others(
-    quick_model: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_sequence_that_finds_no_more_memory_makes_room_for_others(
+    short: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = outcore.load_model(
-        quick_model, memory="200MB", resident=2, context=64, prompt=16, sequences=3, cpu_streams=1, draft="none"
+        short, memory="200MB", resident=1, context=64, prompt=16, sequences=3, cpu_streams=1, draft="none"
     )
     requests = [Request(i, PROMPTS[i], n) for i, n in enumerate(LENGTHS)]
     with model.outcore as session:
@@ -253,8 +262,8 @@ def test_a_seed_is_repeatable_and_no_seed_is_not() -> None:
 
 
 PEAKS: list[tuple[str, dict[str, Any], int, int]] = [
-    ("short", {"resident": 4, "head_resident": False}, 9, 4),
-    ("short", {"resident": 2, "prefill_step_size": 16}, 33, 3),
+    ("short", {"resident": 2, "head_resident": False}, 9, 4),
+    ("short", {"resident": 2, "prefill_step_size": 8}, 17, 3),
     ("short", {}, 9, 4),
     # Caches that grow past their first 256 tokens while others join.
     ("gemma3_text", {"resident": 1}, 250, 14),
@@ -264,9 +273,9 @@ PEAKS: list[tuple[str, dict[str, Any], int, int]] = [
 
 @pytest.mark.parametrize(("name", "options", "prompt", "answer"), PEAKS, ids=str)
 def test_the_peak_of_several_sequences_keeps_to_the_plan(
-    name: str, options: dict[str, Any], prompt: int, answer: int, served: Path, tmp_path: Path, tokenizer: Any
+    name: str, options: dict[str, Any], prompt: int, answer: int, short: Path, tmp_path: Path, tokenizer: Any
 ) -> None:
-    folder = served if name == "short" else zoo.save_checkpoint(name, tmp_path / "model")
+    folder = short if name == "short" else zoo.save_checkpoint(name, tmp_path / "model")
     options = options | {"context": prompt + answer, "prompt": prompt, "sequences": 4, "cpu_streams": 1}
     planned = prepare(folder, memory="2GB", **options).plan
     gc.collect()
@@ -367,11 +376,15 @@ def test_workload_knows_its_longest() -> None:
     assert plan.token_s > 0 and workload.sweeps(replace(growing(), sequences=2)) == 9
 
 
-def test_texts_are_mlx_lms_with_their_leading_spaces(demo_model: Path, tokenizer: Any) -> None:
+def test_texts_are_mlx_lms_with_their_leading_spaces(short: Path, tokenizer: Any) -> None:
+    # Given prompts of which one is answered with a space at first, whatever the model would say.
     prompts = [tokenizer.encode(p) for p in ("for i in", "return x +", "import os\n\nclass A(", "x =")]
-    theirs = mlx_lm.batch_generate(mlx_lm.load(str(demo_model))[0], tokenizer, prompts, max_tokens=3)
-    assert any(text.startswith(" ") for text in theirs.texts)
-    for options in ({"memory": "300MB"}, {"memory": "300MB", "resident": 0, "sequences": 4}):
-        model, _ = outcore.load_model(demo_model, context=64, prompt=16, **options)
+    first = tokenizer.encode(" x")[:1]
+    assert tokenizer.decode(first).startswith(" ")
+    more: dict[str, Any] = {"max_tokens": 3, "logits_processors": make_logits_processors({first[0]: 100.0})}
+    theirs = mlx_lm.batch_generate(mlx_lm.load(str(short))[0], tokenizer, prompts, **more)
+    assert all(text.startswith(" ") for text in theirs.texts)
+    for options in ({}, {"resident": 0, "sequences": 4}):
+        model, _ = outcore.load_model(short, context=32, prompt=16, **options)
         with model.outcore:
-            assert outcore.batch_generate(model, tokenizer, prompts, max_tokens=3).texts == theirs.texts
+            assert outcore.batch_generate(model, tokenizer, prompts, **more).texts == theirs.texts
