@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import subprocess
 from dataclasses import replace
@@ -26,7 +27,7 @@ from outcore_drafts.nested_linear import LOW, NestedLinear, coarsen, nest
 from outcore_packs.stored_planes import BITS, high_plane, joined, joining_source, low_plane
 from stand_ins import TokensOnly
 
-IDS = [3 + (7919 * i) % 50 for i in range(70)]
+IDS = [3 + (7919 * i) % 50 for i in range(21)]
 
 
 def quantized_linear(bits: int, dtype: mx.Dtype = mx.float32, bias: bool = False) -> nn.QuantizedLinear:
@@ -37,9 +38,12 @@ def quantized_linear(bits: int, dtype: mx.Dtype = mx.float32, bias: bool = False
     return linear.to_quantized(64, bits)
 
 
-@pytest.mark.parametrize(("bits", "high"), [(b, h) for b in BITS for h in BITS if h < b])
-@pytest.mark.parametrize(("dtype", "streams"), [(mx.float32, 2), (mx.bfloat16, 1)], ids=str)
-def test_products_are_the_same_bits(bits: int, high: int, dtype: mx.Dtype, streams: int) -> None:
+CUTS = [(b, h) for b in BITS for h in BITS if h < b]
+
+
+@pytest.mark.parametrize(("n", "bits", "high"), [(n, *cut) for n, cut in enumerate(CUTS)])
+def test_products_are_the_same_bits(n: int, bits: int, high: int) -> None:
+    dtype, streams = ((mx.float32, 2), (mx.bfloat16, 1))[n % 2]
     module, x = quantized_linear(bits, dtype, bias=True), mx.random.normal((3, 256)).astype(dtype)
     expected, words, scales = module(x), module.weight, module.scales
     product = mx.quantized_matmul(x, words, scales, module.biases, group_size=64, bits=bits)
@@ -72,29 +76,34 @@ def test_products_are_the_same_bits(bits: int, high: int, dtype: mx.Dtype, strea
             module.settle()
 
 
-@pytest.mark.parametrize(("bits", "high"), [(b, h) for b in BITS for h in BITS if h < b])
-def test_the_kernel_for_gpus_joins_as_the_processor_does(bits: int, high: int, tmp_path: Path) -> None:
+def test_the_kernel_for_gpus_joins_as_the_processor_does(tmp_path: Path) -> None:
     """Its source is C: compiled here with a loop around it, in the place of a device's threads."""
-    words, scales, biases = mx.quantize(mx.random.normal((4, 512), key=mx.random.key(high)), 64, bits)
-    planes = [high_plane(words, scales, biases, bits, high)[0], low_plane(words, bits, high)]
-    assert mx.array_equal(joined(planes[0], planes[1], bits, high), words).item()
-    body = joining_source(bits, high)
-    source = f"""#include <cstdio>
-    typedef const unsigned *Words;
-    static void thread(unsigned at, Words high, Words low, unsigned *out, Words count) {{ {body} }}
-    static unsigned high[{planes[0].size}], low[{planes[1].size}], words[{words.size}];
-    int main() {{
-      const unsigned count = 64;
-      if (fread(high, 4, {planes[0].size}, stdin) != {planes[0].size}) return 1;
-      if (fread(low, 4, {planes[1].size}, stdin) != {planes[1].size}) return 1;
-      for (unsigned at = 0; at < 64 + 9; at++) thread(at, high, low, words, &count);
-      fwrite(words, 4, {words.size}, stdout);
-    }}"""
-    (tmp_path / "join.cpp").write_text(source)
+    source, calls, given, wanted = "#include <cstdio>\ntypedef const unsigned *Words;\n", "", b"", []
+    for n, (bits, high) in enumerate(CUTS):
+        words, scales, biases = mx.quantize(mx.random.normal((4, 512), key=mx.random.key(high)), 64, bits)
+        planes = [high_plane(words, scales, biases, bits, high)[0], low_plane(words, bits, high)]
+        assert mx.array_equal(joined(planes[0], planes[1], bits, high), words).item()
+        source += f"""
+        static void thread{n}(unsigned at, Words high, Words low, unsigned *out, Words count) {{
+          {joining_source(bits, high)}
+        }}
+        static unsigned high{n}[{planes[0].size}], low{n}[{planes[1].size}], words{n}[{words.size}];
+        """
+        calls += f"""
+        if (fread(high{n}, 4, {planes[0].size}, stdin) != {planes[0].size}) return 1;
+        if (fread(low{n}, 4, {planes[1].size}, stdin) != {planes[1].size}) return 1;
+        for (unsigned at = 0; at < 64 + 9; at++) thread{n}(at, high{n}, low{n}, words{n}, &count);
+        fwrite(words{n}, 4, {words.size}, stdout);
+        """
+        given += b"".join(bytes(memoryview(p)) for p in planes)
+        wanted.append(bytes(memoryview(words)))
+    (tmp_path / "join.cpp").write_text(f"{source}int main() {{ const unsigned count = 64; {calls} }}")
     subprocess.run(["g++", "-O0", "-o", tmp_path / "join", tmp_path / "join.cpp"], check=True)
-    given = b"".join(bytes(memoryview(p)) for p in planes)
     made = subprocess.run([tmp_path / "join"], input=given, capture_output=True, check=True).stdout
-    assert made == bytes(memoryview(words))
+    for cut, want in zip(CUTS, wanted, strict=True):
+        assert made[: len(want)] == want, cut
+        made = made[len(want) :]
+    assert not made
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +111,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return zoo.save_checkpoint("qwen3", tmp_path_factory.mktemp("nested"), quantize={"bits": 4, "group_size": 32})
 
 
-def expected(folder: Path, count: int = 8) -> list[tuple[int, mx.array]]:
+@functools.cache
+def expected(folder: Path, count: int = 6) -> list[tuple[int, mx.array]]:
     steps = generate_step(mx.array(IDS), mlx_lm.utils.load_model(folder)[0], max_tokens=count, prefill_step_size=16)
     return [(int(token), logprobs) for token, logprobs in steps]
 
@@ -120,17 +130,18 @@ def same(model: Any, wanted: list[tuple[int, mx.array]]) -> bool:
 def test_answers_are_the_same_bits(model_type: str, bits: int, high: int, tmp_path: Path) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path / "model", quantize={"bits": bits, "group_size": 32})
     wanted = expected(folder)
-    for resident in (0, 2):
-        options: dict[str, Any] = {"memory": "1GB", "resident": resident, "context": 320, "prefill_step_size": 16}
-        model, _ = outcore.load_model(folder, draft=f"self:{high}", govern=False, **options)
-        with model.outcore as session:
-            assert any(nested_modules(model)) and session.plan.streamed
-            assert same(model, wanted)
+    options: dict[str, Any] = {"memory": "1GB", "resident": 2, "context": 64, "prefill_step_size": 16}
+    model, _ = outcore.load_model(folder, draft=f"self:{high}", govern=False, **options)
+    with model.outcore as session:
+        assert any(nested_modules(model)) and session.plan.streamed
+        assert same(model, wanted) and session.metrics.drafted
+        assert session.residency.layers.shed(2) == 2 and not session.plan.resident
+        assert same(model, wanted)
 
 
 def test_layers_come_and_go_while_it_runs(folder: Path) -> None:
     wanted = expected(folder)
-    options: dict[str, Any] = {"memory": "1GB", "resident": 3, "context": 320, "prefill_step_size": 16, "govern": False}
+    options: dict[str, Any] = {"memory": "1GB", "resident": 3, "context": 64, "prefill_step_size": 16, "govern": False}
     model, _ = outcore.load_model(folder, draft="self:2", **options)
     with model.outcore as session:
         modules = [m for _, m in nested_modules(model)]
@@ -142,7 +153,7 @@ def test_layers_come_and_go_while_it_runs(folder: Path) -> None:
 
         assert whole() == 3 * 7 and same(model, wanted)
         assert session.residency.layers.shed(2) == 2 and whole() == 7 and same(model, wanted)
-        assert session.residency.layers.regrow(2) == 2 and same(model, wanted) and same(model, wanted)
+        assert session.residency.layers.regrow(2) == 2 and same(model, wanted)
         session.residency.layers.note_arrivals()  # nobody governs, so that a busy machine takes no layers
         assert len(session.plan.resident) == 3 and whole() == 3 * 7
 
@@ -170,36 +181,36 @@ def test_layers_go_without_taking_much_memory() -> None:
 def test_layers_that_come_back_together_are_not_in_memory_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    large = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 2048}
+    large = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024}
     monkeypatch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | large)
     folder = zoo.save_checkpoint("qwen3", tmp_path / "large", quantize={"bits": 6, "group_size": 64})
-    options: dict[str, Any] = {"memory": "1GB", "resident": 10, "context": 320, "prefill_step_size": 16}
+    options: dict[str, Any] = {"memory": "1GB", "resident": 7, "context": 64, "prefill_step_size": 16}
     model, _ = outcore.load_model(folder, draft="self:5", govern=False, **options)
 
     def peak() -> int:
         mx.reset_peak_memory()
-        list(outcore.stream_generate(model, TokensOnly(), IDS[:16], max_tokens=4, num_draft_tokens=1))
+        list(outcore.stream_generate(model, TokensOnly(), IDS[:8], max_tokens=4, num_draft_tokens=1))
         return mx.get_peak_memory()
 
     with model.outcore as session:
         peak()
-        assert session.residency.layers.shed(10) == 10
+        assert session.residency.layers.shed(7) == 7
         without = peak()
-        assert session.residency.layers.regrow(10) == 10
-        high = sum(m.coarse.weight.nbytes for _, m in nested_modules(model)) * 10 / 12
+        assert session.residency.layers.regrow(7) == 7
+        high = sum(m.coarse.weight.nbytes for _, m in nested_modules(model)) * 7 / 8
         low = high / 5
         most = 0
-        for _ in range(10):  # how many sweeps an answer takes is not known
+        for _ in range(10):  # how many passes an answer takes is not known
             most = max(most, peak())
             session.residency.layers.note_arrivals()
             if session.plan.resident:
                 break
-        assert len(session.plan.resident) == 10 and most - without < low + high / 2
+        assert len(session.plan.resident) == 7 and most - without < low + high / 2
 
 
 def test_a_failure_in_the_middle_changes_nothing(folder: Path) -> None:
     wanted = expected(folder)
-    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320, "prefill_step_size": 16}
+    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 64, "prefill_step_size": 16}
     model, _ = outcore.load_model(folder, draft="self:3", govern=False, **options)
 
     class Stop(Exception): ...
@@ -239,16 +250,16 @@ def test_an_adapted_model_drafts_for_itself(folder: Path, tmp_path: Path, kind: 
     """DoRA looks at the weights of what it wraps, so codes of it cannot be cut."""
     adapter = str(save_adapter(folder, tmp_path / "adapter", kind, keys=["mlp.up_proj"], layers=2))
     theirs = mlx_lm.utils.load_adapters(mlx_lm.utils.load_model(folder)[0], adapter).eval()
-    steps = generate_step(mx.array(IDS), theirs, max_tokens=8, prefill_step_size=16)
+    steps = generate_step(mx.array(IDS), theirs, max_tokens=6, prefill_step_size=16)
     wanted = [(int(token), logprobs) for token, logprobs in steps]
-    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320, "govern": False}
+    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 64, "govern": False}
     model, _ = outcore.load_model(folder, draft="self:2", adapter_path=adapter, **options)
     with model.outcore as session:
         assert session.plan.streamed and same(model, wanted) and session.metrics.drafted
 
 
 def test_memory_is_counted_once(folder: Path) -> None:
-    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320}
+    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 64}
     nested, plain = (prepare(folder, draft=d, **options) for d in ("self:2", "none"))
     size = nested.profile.size
     whole = plain.profile.size.non_layer + sum(each.resident for each in plain.profile.size.layers)
@@ -270,16 +281,16 @@ def test_memory_is_counted_once(folder: Path) -> None:
 @pytest.mark.parametrize("draft", ["self:2", "model"])
 def test_a_draft_is_given_up_before_the_text(draft: str, folder: Path, tmp_path: Path) -> None:
     """In the middle of an answer, whose memory goes to others: the text goes on, on the same tokens."""
-    wanted = expected(folder, 24)
+    wanted = expected(folder, 14)
     if draft == "model":
         draft = str(zoo.save_checkpoint("qwen3", tmp_path / "other", seed=1))
-    options: dict[str, Any] = {"memory": "1GB", "resident": 1, "context": 320, "prefill_step_size": 16}
+    options: dict[str, Any] = {"memory": "1GB", "resident": 1, "context": 64, "prefill_step_size": 16}
     model, _ = outcore.load_model(folder, draft=draft, govern=False, **options)
     with model.outcore as session:
         residency, found = session.residency, []
         weights = residency.layers.draft.draft.weights
         assert weights > 0 == residency.layers.shrink(1)  # layers that are whole go first
-        for n, r in enumerate(outcore.stream_generate(model, TokensOnly(), IDS, max_tokens=24, prefill_step_size=16)):
+        for n, r in enumerate(outcore.stream_generate(model, TokensOnly(), IDS, max_tokens=14, prefill_step_size=16)):
             found.append(r)
             if n == 3:
                 assert residency.layers.shed(1) == 1 and residency.layers.movable()[0] == weights
@@ -294,10 +305,11 @@ def test_a_draft_is_given_up_before_the_text(draft: str, folder: Path, tmp_path:
         assert all(mx.array_equal(r.logprobs, w).item() for r, (_, w) in zip(found, wanted, strict=True))
         assert session.plan.peak_bytes <= session.plan.budget_bytes
         # What was shed comes back, and goes again.
-        assert same(model, wanted) and residency.layers.regrow(1) == 1 and same(model, wanted) and same(model, wanted)
+        short = expected(folder)
+        assert residency.layers.regrow(1) == 1 and same(model, short)
         residency.layers.note_arrivals()
         assert len(session.plan.resident) == 1
-        assert residency.layers.shed(1) == 1 and same(model, wanted)
+        assert residency.layers.shed(1) == 1 and same(model, short)
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -307,7 +319,7 @@ def test_a_draft_whose_files_are_others_is_not_given_up(
     """High bits would be read from them that are not the model's."""
     monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path / "cache"))
     wanted = expected(folder)
-    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320, "prefill_step_size": 16}
+    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 64, "prefill_step_size": 16}
     model, _ = outcore.load_model(folder, draft="self:2", govern=False, **options)
     with model.outcore as session:
         file = next((tmp_path / "cache").glob("draft-*/layer_0001.safetensors"))
@@ -330,7 +342,7 @@ def test_what_breaks_off_giving_up_changes_no_answer(
     where: str, error: BaseException, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = expected(folder)
-    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320, "prefill_step_size": 16}
+    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 64, "prefill_step_size": 16}
     model, _ = outcore.load_model(folder, draft="self:2", govern=False, **options)
 
     def broken(*_: Any, **__: Any) -> None:
@@ -341,4 +353,4 @@ def test_what_breaks_off_giving_up_changes_no_answer(
             patch.setattr(binding if where == "FileReader" else engine, where, broken)
             session.residency.layers.give_up_draft()
         assert session.drafting.name == "ngram" and same(model, wanted)
-        assert session.residency.layers.regrow(1) == 1 and same(model, wanted) and same(model, wanted)
+        assert session.residency.layers.regrow(1) == 1 and same(model, wanted)
