@@ -136,7 +136,7 @@ def _umask() -> int:
     return found
 
 
-def test_a_place_that_cannot_be_written_is_told_before_anything_is_loaded(
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
     quick: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outcore.decode.loader.load_model", lambda *_, **__: pytest.fail("loaded"))

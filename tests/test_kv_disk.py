@@ -538,7 +538,7 @@ def test_a_folder_that_cannot_be_is_refused(full: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith("outcore")) == ["file"]
 
 
-def test_a_disk_without_room_is_told_of_before_anything_is_read(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_refused_before_anything_is_read(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scratch, "free_bytes", 1000)
     with pytest.raises(StoreError, match=r"keys and values of 360 tokens take .* 1.00 KB may be used"), opened(full):
         pass

@@ -133,7 +133,7 @@ def test_it_says_so_where_quantized_keys_and_values_are_not_kept(served: Path, t
     model.outcore.close()
 
 
-def test_a_prompt_that_was_answered_needs_no_sweep(served: Path, tokenizer: Any) -> None:
+def test_a_prompt_that_was_answered_needs_no_pass(served: Path, tokenizer: Any) -> None:
     """To its first token; and its answer, sampled or with penalties, is the one that it had."""
     ids = tokenizer.encode("def mean(some, values):\n    return sum(values) / len(values)\n")
     assert len(ids) > 2 * BLOCK
@@ -178,7 +178,7 @@ def test_drafts_know_the_whole_text(served: Path, tokenizer: Any, monkeypatch: p
     model.outcore.close()
 
 
-def test_whoever_goes_on_with_a_cache_finds_the_text_in_it(served: Path, tokenizer: Any) -> None:
+def test_a_text_that_goes_on_with_a_cache_finds_the_prompt_in_it(served: Path, tokenizer: Any) -> None:
     ids, more = TEXT[:20], TEXT[100:106]
 
     def conversation(model: Any) -> tuple[list[int], list[int], int]:
