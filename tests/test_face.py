@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +28,11 @@ from outcore.machine.settings import setting
 NAMES_NO_MODEL = ("cache", "completion", "demo", "launch", "list", "monitor", "report", "serve")
 TAKES_MODEL = [c for c in commands() if c not in NAMES_NO_MODEL]
 HEAVY = ("mlx", "mlx_lm", "transformers", "pydantic", "rich", "numpy", "shtab")
+
+
+@pytest.fixture(scope="module")
+def quick(quick_models: Callable[[int], Path]) -> Path:
+    return quick_models(3)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str, status: int = 2) -> str:
@@ -164,12 +170,12 @@ def test_every_command_takes_the_model_with_and_without_its_flag(command: str) -
 # Streams
 
 
-def test_json_is_all_that_standard_output_holds(demo_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_is_all_that_standard_output_holds(quick: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def ran(*words: str) -> tuple[int, str, str]:
         return main(words), *capfd.readouterr()
 
-    model = str(demo_model)
-    run = ["--memory", "60MB", "-m", "2", "-p", "def f(x):", "--json"]
+    model = str(quick)
+    run = ["--memory", "300MB", "--resident", "1", "-m", "2", "-p", "def f(x):", "--json"]
     _, told, words = ran("generate", model, *run)
     assert json.loads(told)["text"] in words and "tokens per second" in words
     _, quiet, words = ran("generate", model, *run, "--quiet")
@@ -178,7 +184,7 @@ def test_json_is_all_that_standard_output_holds(demo_model: Path, capfd: pytest.
     assert answer.stdout == json.loads(told)["text"] + "\n" and answer.stderr == ""
     status, out, words = ran("info", model, "--memory", "1KB", "--json", "--quiet")
     record = json.loads(out)
-    assert status == record["exit_status"] == 1 and record["layers"] == 16
+    assert status == record["exit_status"] == 1 and record["layers"] == 3
     assert words == f"outcore info: {record['error']}\n"
 
 
@@ -216,9 +222,9 @@ def test_a_result_is_written_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == '{"a": 1}\n'
 
 
-def test_the_log_level_is_a_name_of_logging(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_level_is_a_name_of_logging(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--log-level LOUD: choose one of DEBUG, INFO" in refused(capsys, "info", "m", "--log-level", "LOUD")
-    told = outcore("info", str(demo_model), "--json", "--log-level", "info", OUTCORE_MEMORY="1GB", FORCE_COLOR="1",
+    told = outcore("info", str(quick), "--json", "--log-level", "info", OUTCORE_MEMORY="1GB", FORCE_COLOR="1",
                    NO_COLOR="1")  # fmt: skip
     assert "INFO outcore: memory 1GB, from OUTCORE_MEMORY" in told.stderr
     assert json.loads(told.stdout)["budget_bytes"] == 10**9
@@ -253,13 +259,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_flag_goes_before_a_variable_and_that_before_the_file(
-    config: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path, quick: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def budget(*args: str) -> int:
         assert main(["info", "--json", *args]) == 0
         return int(json.loads(capsys.readouterr().out)["budget_bytes"])
 
-    config.write_text(f'memory = "1GB"\nmodel = "{demo_model}"\n')
+    config.write_text(f'memory = "1GB"\nmodel = "{quick}"\n')
     assert budget() == 10**9
     monkeypatch.setenv("OUTCORE_MEMORY", "2GB")
     assert budget() == 2 * 10**9
@@ -269,17 +275,17 @@ def test_a_flag_goes_before_a_variable_and_that_before_the_file(
 
 
 def test_a_budget_that_is_refused_is_told_with_where_it_comes_from(
-    config: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path, quick: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def told(*args: str) -> str:
         assert main(args) == 1
         return capsys.readouterr().err
 
     config.write_text('memory = "2MB"')
-    assert f"the budget of 2MB is from {config}: memory; override it with --memory" in told("info", str(demo_model))
+    assert f"the budget of 2MB is from {config}: memory; override it with --memory" in told("info", str(quick))
     monkeypatch.setenv("OUTCORE_MEMORY", "900TB")
     assert "the budget of 900TB is from OUTCORE_MEMORY" in told("list")
-    assert "is from" not in told("info", str(demo_model), "--memory", "2MB")
+    assert "is from" not in told("info", str(quick), "--memory", "2MB")
 
 
 def test_without_a_model_a_line_says_how_to_give_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,28 +335,26 @@ def test_a_file_that_was_named_must_be_there(config: Path, monkeypatch: pytest.M
 # What is said of sizes
 
 
-def test_budgets_are_told_with_the_flags_that_they_are_for(
-    demo_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_budgets_are_told_with_the_flags_that_they_are_for(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = []
-    for memory in ("45MB", "1GB"):
-        assert main(["info", str(demo_model), "--memory", memory, "--json"]) == 0
+    for memory in ("100MB", "1GB"):
+        assert main(["info", str(quick), "--memory", memory, "--json"]) == 0
         out, err = capsys.readouterr()
         assert "for a context of 2048 tokens (--context)" in err and "drafting" not in err
         sizes.append(json.loads(out)["resident_budget_bytes"])
     # Where all is resident nothing drafts, so that no draft counts.
     assert sizes[0] == sizes[1]
-    assert main(["info", str(demo_model), "--memory", "1KB"]) == 1
+    assert main(["info", str(quick), "--memory", "1KB"]) == 1
     assert "(fewer need less: --context, --prompt-tokens)" in capsys.readouterr().err
-    assert "--context" in refused(capsys, "plan", str(demo_model), "--memory", "1KB", "--no-calibrate", status=1)
+    assert "--context" in refused(capsys, "plan", str(quick), "--memory", "1KB", "--no-calibrate", status=1)
     text = ["--num-samples", "1", "--memory", "1KB"]
-    assert "--sequence-length" in refused(capsys, "perplexity", str(demo_model), *text, status=1)
+    assert "--sequence-length" in refused(capsys, "perplexity", str(quick), *text, status=1)
 
 
-def test_one_of_something_is_no_plural(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_of_something_is_no_plural(quick: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").write_text("no JSON\n")
     files = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
-    assert main(["batch", str(demo_model), *files, "--quiet"]) == 0
+    assert main(["batch", str(quick), *files, "--quiet"]) == 0
     assert capsys.readouterr() == (f"{tmp_path / 'out'}: 0 answers, 1 error\n", "")
 
 

@@ -38,6 +38,11 @@ PROMPT = "def read_lines(path):"
 Run = Callable[..., tuple[int, dict[str, Any], str]]
 
 
+@pytest.fixture(scope="module")
+def quick(quick_models: Callable[[int], Path]) -> Path:
+    return quick_models(3)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Callable[..., str]:
     """Writes a Modelfile of these lines."""
@@ -101,34 +106,34 @@ def test_no_drafts_and_a_seed_of_no_ones_choosing(file: Callable[..., str]) -> N
 
 
 def test_a_modelfile_goes_before_what_is_settled(
-    file: Callable[..., str], run: Run, quick_model: Path, monkeypatch: pytest.MonkeyPatch
+    file: Callable[..., str], run: Run, quick: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTCORE_MODEL", "owner/other")
-    path = file(f"FROM {quick_model}", TURN, "PARAMETER num_predict 1")
+    path = file(f"FROM {quick}", TURN, "PARAMETER num_predict 1")
     status, record, err = run("generate", "--modelfile", path, "--memory", "1GB")
     assert status == 0 and record["generation_tokens"] == 1, err
 
 
-def test_generate_renders_what_the_modelfile_says(file: Callable[..., str], run: Run, short_model: Path) -> None:
-    path = file(f"FROM {short_model}", TURN, "SYSTEM read", "MESSAGE user import os", "MESSAGE assistant import sys",
-                "PARAMETER num_predict 8")  # fmt: skip
-    status, record, err = run("generate", "--modelfile", path, "-p", PROMPT, "--memory", "20MB")
+def test_generate_renders_what_the_modelfile_says(file: Callable[..., str], run: Run, quick: Path) -> None:
+    path = file(f"FROM {quick}", TURN, "SYSTEM read", "MESSAGE user import os", "MESSAGE assistant import sys",
+                "PARAMETER num_predict 4")  # fmt: skip
+    status, record, err = run("generate", "--modelfile", path, "-p", PROMPT, "--memory", "300MB", "--resident", "1")
     assert status == 0, err
-    assert (record["budget_bytes"], record["generation_tokens"]) == (20_000_000, 8)
+    assert (record["budget_bytes"], record["generation_tokens"]) == (300_000_000, 4) and record["streamed_units"] == 2
     written = f"# read\nimport os\nimport sys\n{PROMPT}\n"
-    _, same, err = run("generate", str(short_model), "-p", written, "--ignore-chat-template", "-m", "8")
+    _, same, err = run("generate", str(quick), "-p", written, "--ignore-chat-template", "-m", "4")
     assert record["tokens"] == same["tokens"]
     assert record["prompt_tokens"] == same["prompt_tokens"]
 
 
-def test_stop_strings_context_and_penalties(file: Callable[..., str], run: Run, short_model: Path) -> None:
-    model, tokenizer = mlx_lm.load(str(short_model))
-    penalties = make_logits_processors(None, repetition_penalty=1.3, repetition_context_size=64)
-    plain = mlx_lm.generate(model, tokenizer, f"{PROMPT}\n", max_tokens=24, logits_processors=penalties)
-    assert plain != mlx_lm.generate(model, tokenizer, f"{PROMPT}\n", max_tokens=24)
+def test_stop_strings_context_and_penalties(file: Callable[..., str], run: Run, quick: Path) -> None:
+    model, tokenizer = mlx_lm.load(str(quick))
+    penalties = make_logits_processors(None, repetition_penalty=0.3, repetition_context_size=64)
+    plain = mlx_lm.generate(model, tokenizer, f"{PROMPT}\n", max_tokens=8, logits_processors=penalties)
+    assert plain != mlx_lm.generate(model, tokenizer, f"{PROMPT}\n", max_tokens=8)
     del model
-    head = (f"FROM {short_model}", TURN, "PARAMETER repeat_penalty 1.3", "PARAMETER num_predict 24")
-    _, whole, err = run("generate", "--modelfile", file(*head), "-p", PROMPT)
+    head = (f"FROM {quick}", TURN, "PARAMETER repeat_penalty 0.3", "PARAMETER num_predict 8")
+    _, whole, err = run("generate", "--modelfile", file(*head), "-p", PROMPT, "--draft", "none")
     assert whole["text"] == plain, err
     at = len(plain) // 2
     stop = plain[at : at + 3]
@@ -142,10 +147,10 @@ def test_stop_strings_context_and_penalties(file: Callable[..., str], run: Run, 
 
 
 def test_chat_goes_on_after_a_stop_string_as_if_the_rest_had_not_been_said(
-    file: Callable[..., str], run: Run, short_model: Path
+    file: Callable[..., str], run: Run, quick: Path
 ) -> None:
-    head = (f"FROM {short_model}", TURN, "SYSTEM read", "MESSAGE user import os", "MESSAGE assistant import sys",
-            "PARAMETER num_predict 16", "PARAMETER num_ctx 256", "PARAMETER repeat_penalty 1.3")  # fmt: skip
+    head = (f"FROM {quick}", TURN, "SYSTEM read", "MESSAGE user import os", "MESSAGE assistant import sys",
+            "PARAMETER num_predict 8", "PARAMETER num_ctx 256", "PARAMETER repeat_penalty 0.3")  # fmt: skip
     _, record, err = run("chat", "--modelfile", file(*head), lines=(PROMPT,))
     text = record["turns"][0]["text"]
     assert record["turns"][0]["prompt_tokens"] and len(text.strip()) > 10, err
@@ -154,25 +159,25 @@ def test_chat_goes_on_after_a_stop_string_as_if_the_rest_had_not_been_said(
     _, record, err = run("chat", "--modelfile", path, lines=(PROMPT, "import re", PROMPT))
     first, second, third = record["turns"]
     assert (first["text"], first["finish_reason"]) == (text[: text.index(stop)], "stop"), err
-    model, tokenizer = mlx_lm.load(str(short_model))
+    model, tokenizer = mlx_lm.load(str(quick))
     said = (f"# read\nimport os\nimport sys\n{PROMPT}\n", first["text"], "\nimport re\n")
     ids = [token for part in said for token in tokenizer.encode(part, add_special_tokens=False)]
     # Penalties look at what was said before, too.
-    penalties = make_logits_processors(None, repetition_penalty=1.3, repetition_context_size=64)
-    anew = mlx_lm.generate(model, tokenizer, ids, max_tokens=16, logits_processors=penalties)
-    assert second["text"] == anew and stop not in anew
+    penalties = make_logits_processors(None, repetition_penalty=0.3, repetition_context_size=64)
+    anew = mlx_lm.generate(model, tokenizer, ids, max_tokens=8, logits_processors=penalties)
+    assert second["text"] == anew != mlx_lm.generate(model, tokenizer, ids, max_tokens=8) and stop not in anew
     ids += [*second["tokens"], *tokenizer.encode(f"\n{PROMPT}\n", add_special_tokens=False)]
     assert third["prompt_tokens"] < len(ids) / 2
-    anew = mlx_lm.generate(model, tokenizer, ids, max_tokens=16, logits_processors=penalties)
+    anew = mlx_lm.generate(model, tokenizer, ids, max_tokens=8, logits_processors=penalties)
     assert third["text"] == anew.partition(stop)[0]
 
 
-def test_serve_answers_as_the_modelfile_says(file: Callable[..., str], short_model: Path) -> None:
-    path = file(f"FROM {short_model}", TURN, "SYSTEM read", "MESSAGE user import os", "MESSAGE assistant import sys",
+def test_serve_answers_as_the_modelfile_says(file: Callable[..., str], quick: Path) -> None:
+    path = file(f"FROM {quick}", TURN, "SYSTEM read", "MESSAGE user import os", "MESSAGE assistant import sys",
                 "PARAMETER num_predict 8", "PARAMETER temperature 0.5", "PARAMETER seed 3", "PARAMETER num_ctx 128",
                 "PARAMETER repeat_penalty 1.1", 'PARAMETER stop """never said"""')  # fmt: skip
     args, _ = settled("serve", "--modelfile", path, "--memory", "0.5GB")
-    assert (serve.names_of(args), args.context, args.memory) == ([str(short_model)], 128, "0.5GB")
+    assert (serve.names_of(args), args.context, args.memory) == ([str(quick)], 128, "0.5GB")
     defaults = serve.defaults_of(args)
     assert defaults.max_tokens == 8
     assert defaults.sampling == Sampling(temperature=0.5, seed=3, repetition_penalty=1.1, repetition_context_size=64)
@@ -202,11 +207,11 @@ def test_serve_answers_as_the_modelfile_says(file: Callable[..., str], short_mod
     assert asked is not None and [m["content"] for m in asked] == ["mine", "import os", "import sys", PROMPT]
 
 
-def test_serve_takes_a_modelfile_of_one_model(file: Callable[..., str], quick_model: Path) -> None:
+def test_serve_takes_a_modelfile_of_one_model(file: Callable[..., str], quick: Path) -> None:
     path = file("FROM owner/name", "PARAMETER top_k 5")
-    args, _ = settled("serve", "--modelfile", path, str(quick_model), "--top-k", "0")
-    assert (serve.names_of(args), args.top_k) == ([str(quick_model)], 0)
-    args, _ = settled("serve", "--modelfile", path, str(quick_model), "--model", "other")
+    args, _ = settled("serve", "--modelfile", path, str(quick), "--top-k", "0")
+    assert (serve.names_of(args), args.top_k) == ([str(quick)], 0)
+    args, _ = settled("serve", "--modelfile", path, str(quick), "--model", "other")
     with pytest.raises(UsageError, match="Modelfile: a Modelfile is for one model"):
         serve.open_service(args, serve.names_of(args))
 
@@ -222,10 +227,10 @@ def test_serve_takes_a_modelfile_of_one_model(file: Callable[..., str], quick_mo
     ],
 )
 def test_what_goes_wrong_names_the_line(
-    file: Callable[..., str], run: Run, quick_model: Path, line: str, told: str, tmp_path: Path
+    file: Callable[..., str], run: Run, quick: Path, line: str, told: str, tmp_path: Path
 ) -> None:
     bare = tmp_path / "bare"
-    shutil.copytree(quick_model, bare, ignore=shutil.ignore_patterns("chat_template*"))
+    shutil.copytree(quick, bare, ignore=shutil.ignore_patterns("chat_template*"))
     path = file("# a Modelfile", *line.format(model=bare).split("\n"))
     status, record, err = run("generate", "--modelfile", path)
     assert status in (1, 2)
@@ -234,11 +239,11 @@ def test_what_goes_wrong_names_the_line(
 
 
 def test_what_stands_in_a_prompt_cache_is_not_said_again(
-    file: Callable[..., str], run: Run, quick_model: Path, tmp_path: Path
+    file: Callable[..., str], run: Run, quick: Path, tmp_path: Path
 ) -> None:
     cache = str(tmp_path / "cache.safetensors")
-    run("cache-prompt", str(quick_model), "--prompt", "import os", "--prompt-cache-file", cache)
-    path = file(f"FROM {quick_model}", TURN, "SYSTEM be brief")
+    run("cache-prompt", str(quick), "--prompt", "import os", "--prompt-cache-file", cache)
+    path = file(f"FROM {quick}", TURN, "SYSTEM be brief")
     status, record, _ = run("generate", "--modelfile", path, "--prompt-cache-file", cache)
     assert status == 2 and "line 6: --prompt-cache-file already contains the text before" in record["error"]
 
