@@ -234,12 +234,12 @@ def test_a_sequence_that_finds_no_more_memory_makes_room_for_others(
         whole = {a.request.uid: a.tokens for a in answers(model, tokenizer, requests)}
         reserve = session.residency.reserve
 
-        def short(tokens: int, *args: Any) -> int:
+        def no_room(tokens: int, *args: Any) -> int:
             if tokens > 18:  # of the third, with 14 of a prompt, in the middle of its answer
                 raise BudgetError("no room")
             return reserve(tokens, *args)
 
-        monkeypatch.setattr(session.residency, "reserve", short)
+        monkeypatch.setattr(session.residency, "reserve", no_room)
         failed: list[int] = []
         found = answers(model, tokenizer, requests, failed=lambda r, e: failed.append(r.uid))
         assert {a.request.uid: a.tokens for a in found} == {i: t for i, t in whole.items() if i != 2}
@@ -384,7 +384,8 @@ def test_texts_are_mlx_lms_with_their_leading_spaces(short: Path, tokenizer: Any
     more: dict[str, Any] = {"max_tokens": 3, "logits_processors": make_logits_processors({first[0]: 100.0})}
     theirs = mlx_lm.batch_generate(mlx_lm.load(str(short))[0], tokenizer, prompts, **more)
     assert all(text.startswith(" ") for text in theirs.texts)
-    for options in ({}, {"resident": 0, "sequences": 4}):
+    ways: list[dict[str, Any]] = [{}, {"resident": 0, "sequences": 4}]
+    for options in ways:
         model, _ = outcore.load_model(short, context=32, prompt=16, **options)
         with model.outcore:
             assert outcore.batch_generate(model, tokenizer, prompts, **more).texts == theirs.texts

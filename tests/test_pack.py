@@ -35,7 +35,7 @@ from outcore_packs.full_copy import pack_model
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight")
 LARGE = {
-    "hidden_size": 256, "num_hidden_layers": 8, "num_experts": 16, "moe_intermediate_size": 256, "mlp_only_layers": [],
+    "hidden_size": 256, "num_hidden_layers": 8, "num_experts": 8, "moe_intermediate_size": 256, "mlp_only_layers": [],
 }  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def test_overlay_needs_memory_for_about_one_layer_and_leaves_the_model_unread(tm
     mx.reset_peak_memory()
     pack_overlay(lazy, layers)
     peak = mx.get_peak_memory() - before
-    assert packed > 30e6
+    assert packed > 15e6
     assert peak < 2 * packed / len(layers), (peak, packed)
     assert mx.get_active_memory() - before < 100_000
 
@@ -380,7 +380,7 @@ def test_full_copy_needs_memory_for_about_one_tensor(tmp_path: Path) -> None:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     pack_model(folder, tmp_path / "out")
-    assert total > 50e6
+    assert total > 25e6
     assert mx.get_peak_memory() - before < 2 * total / LARGE["num_hidden_layers"]
 
 
@@ -481,6 +481,12 @@ def test_model_with_code_of_its_own_is_not_packed(tmp_path: Path) -> None:
 # Manifests that lie
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> PackedStore:
+    folder = tmp_path_factory.mktemp("whole")
+    return pack_model(original(folder / "m"), folder / "out")
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -495,13 +501,15 @@ def test_model_with_code_of_its_own_is_not_packed(tmp_path: Path) -> None:
         (lambda m: m.update(format="zip"), "not the manifest"),
     ],
 )
-def test_garbled_manifest_is_refused(tmp_path: Path, change: Any, says: str) -> None:
-    _, whole = packed(tmp_path)
+def test_garbled_manifest_is_refused(whole: PackedStore, change: Any, says: str) -> None:
     path = whole.folder / "manifest.json"
-    manifest = json.loads(path.read_text())
+    written = path.read_text()
+    manifest = json.loads(written)
     change(manifest)
     path.write_text(json.dumps(manifest))
     assert says in refusal(StoreError, open_packed, whole.folder)
+    path.write_text(written)
+    open_packed(whole.folder)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\xff", "[]"])
