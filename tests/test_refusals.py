@@ -39,7 +39,7 @@ Output = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a chat template and a tokenizer of few words, as it is loaded some hundreds of times."""
+    """A tiny model with a chat template and a tokenizer of few words."""
     folder = zoo.save_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny [red]")
     for file in [*demo_model.glob("tokenizer*"), *demo_model.glob("chat_template*")]:
         shutil.copy(file, folder)
@@ -49,6 +49,18 @@ def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     words["merges"] = [pair for pair in words["merges"] if "".join(pair) in words["vocab"]]
     assert words["merges"]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def least(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of one layer, as it is opened some hundreds of times."""
+    folder = tmp_path_factory.mktemp("models") / "least"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(zoo.CONFIGS, "llama", zoo.CONFIGS["llama"] | {"num_hidden_layers": 1})
+        zoo.save_checkpoint("llama", folder)
+    for file in [*model.glob("tokenizer*"), *model.glob("chat_template*")]:
+        shutil.copy(file, folder)
     return folder
 
 
@@ -109,7 +121,7 @@ def baseline(command: str, model: Path, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_no_value_of_any_flag_ends_in_a_traceback(
-    command: str, model: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+    command: str, least: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reached(*_: Any, **__: Any) -> Any:
         raise OutcoreError("reached")
@@ -127,7 +139,7 @@ def test_no_value_of_any_flag_ends_in_a_traceback(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "FOLDER").mkdir()
     (tmp_path / "FILE").write_bytes(b"\xff[1]\n")
-    base = baseline(command, model, tmp_path)
+    base = baseline(command, least, tmp_path)
     capsys.readouterr()
     for flag in flags_of(command):
         for value in NUMBERS if flag.type in (int, float) else PATHS if flag.type is Path else WORDS + PATHS[1:4]:
@@ -234,16 +246,16 @@ def test_whatever_else_is_raised_is_one_line_and_a_traceback_if_wanted(
 
 def test_streams_that_are_full_closed_or_of_another_encoding(model: Path) -> None:
     outcore_ = f'"{sys.executable}" -m outcore'
-    info = f'{outcore_} info "{model}" --memory 1GB'
+    info, little = f'{outcore_} info "{model}" --memory 1GB', f"{outcore_} cache ls"
     for line, status, says in (
         (f"{info} >/dev/full", 1, "outcore info: cannot write the output: No space left"),
-        (f"{info} --json 2>&1 >/dev/full", 1, ""),
+        (f"{little} --json 2>&1 >/dev/full", 1, ""),
         (f"{outcore_} --version >/dev/full", 1, "No space left"),
         (f"{outcore_} generate --help >/dev/full", 1, "No space left"),
         (f"{outcore_} nosuch 2>/dev/full", 2, ""),
-        (f"{info} >&- 2>&- <&-", 0, ""),
+        (f"{little} >&- 2>&- <&-", 0, ""),
         (f"PYTHONIOENCODING=ascii {outcore_} plan '{model}' --no-calibrate --memory 1GB", 0, ""),
-        (f"{info} | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}", None, ""),
+        (f"{little} | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}", None, ""),
     ):
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
         assert status in (None, done.returncode), (line, done)
