@@ -169,9 +169,13 @@ class ModelSize(ActivationSize):
     def kinds(self) -> set[str]:
         return {layer.kind for layer in self.layers} | ({self.rest_kind} if self.layers else set())
 
-    def graph(self, on_cpu: bool) -> Graph:
-        most = GRAPH_BYTES["cpu" if on_cpu else "gpu"]
-        return Graph(len(self.layers), self.recurrences, most, self.versions, self.masked, self.held_for_later)
+    def graph(self, on_cpu: bool, split: bool = False) -> Graph:
+        """Returns the limits of passes that share a reading; ``split``: layers are streamed in parts."""
+        most, versions, held = GRAPH_BYTES["cpu" if on_cpu else "gpu"], self.versions, self.held_for_later
+        if split and self.expanded:
+            # Between two parts each pass keeps what it expanded; ``activations`` counts one pass's.
+            versions, held = versions + self.expanded, min(held, self.expanded * self.context)
+        return Graph(len(self.layers), self.recurrences, most, versions, self.masked, held)
 
     def at_context(self, context: int) -> ModelSize:
         """Returns the same model for another number of context tokens; only caches that grow change."""
