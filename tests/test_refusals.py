@@ -248,12 +248,12 @@ def test_streams_that_are_full_closed_or_of_another_encoding(model: Path) -> Non
     outcore_ = f'"{sys.executable}" -m outcore'
     info, little = f'{outcore_} info "{model}" --memory 1GB', f"{outcore_} cache ls"
     for line, status, says in (
-        (f"{info} >/dev/full", 1, "outcore info: cannot write the output: No space left"),
+        (f"{little} >/dev/full", 1, "outcore cache: cannot write the output: No space left"),
         (f"{little} --json 2>&1 >/dev/full", 1, ""),
         (f"{outcore_} --version >/dev/full", 1, "No space left"),
         (f"{outcore_} generate --help >/dev/full", 1, "No space left"),
         (f"{outcore_} nosuch 2>/dev/full", 2, ""),
-        (f"{little} >&- 2>&- <&-", 0, ""),
+        (f"{info} >&- 2>&- <&-", 0, ""),
         (f"PYTHONIOENCODING=ascii {outcore_} plan '{model}' --no-calibrate --memory 1GB", 0, ""),
         (f"{little} | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}", None, ""),
     ):
