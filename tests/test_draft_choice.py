@@ -85,7 +85,7 @@ def test_the_fastest_is_taken_unless_something_simpler_is_about_as_fast() -> Non
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    large = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 1024}
+    large = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 1024}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | large)
         return zoo.save_checkpoint("qwen3", tmp_path_factory.mktemp("auto"), quantize={"bits": 4, "group_size": 64})
@@ -150,7 +150,7 @@ def test_a_disk_that_fills_takes_a_draft_that_nobody_asked_for(
         model, _ = outcore.load_model(folder, memory=memory, **more, **options)
         with model.outcore as session:
             found.append((session.drafting, " ".join(session.notes)))
-            return [r.token for r in outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6], max_tokens=12)]
+            return [r.token for r in outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6], max_tokens=4)]
 
     found: list[tuple[Any, str]] = []
     expected = tokens(draft="none")

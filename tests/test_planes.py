@@ -27,7 +27,7 @@ from outcore_packs.stored_planes import BITS, Planes, high_words, low_plane
 from stand_ins import TokensOnly
 from test_nested import IDS, expected, same
 
-OPTIONS: dict[str, Any] = {"memory": "1GB", "context": 320, "prefill_step_size": 16, "govern": False}
+OPTIONS: dict[str, Any] = {"memory": "1GB", "context": 64, "prefill_step_size": 16, "govern": False}
 CUTS = [(bits, high) for bits in BITS for high in range(1, bits)]
 
 
@@ -111,11 +111,11 @@ def test_the_draft_and_what_is_read_are_the_copys_own(packed: Path, original: Pa
 
 
 def test_a_draft_is_given_up_in_the_middle(packed: Path, original: Path) -> None:
-    wanted = expected(original, 24)
+    wanted = expected(original, 12)
     model, _ = outcore.load_model(packed, draft="self:2", resident=1, **OPTIONS)
     with model.outcore as session:
         found = []
-        for n, r in enumerate(outcore.stream_generate(model, TokensOnly(), IDS, max_tokens=24, prefill_step_size=16)):
+        for n, r in enumerate(outcore.stream_generate(model, TokensOnly(), IDS, max_tokens=12, prefill_step_size=16)):
             found.append(r)
             if n == 5:
                 assert session.residency.layers.give_up_draft() > 0 and session.drafting.name == "ngram"
