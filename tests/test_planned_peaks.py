@@ -99,7 +99,8 @@ def test_no_long_prompt_passes_the_plan(
     model, _ = outcore.load_model(folders[kind], memory=memory, govern=False, draft="none", **options)
     ids = [3 + (7919 * i) % 100 for i in range(prompt)]
     with model.outcore as session:
-        assert (session.streaming is None) == (resident is None) and session.plan.split == (kind == "latents")
+        assert (session.streaming is None) == (resident is None)
+        assert session.plan.split or kind != "latents"
         tokens = [r.token for r in outcore.stream_generate(model, TokensOnly(), ids, max_tokens=4, **kv)]
         # Where nothing is streamed MLX may keep what the budget leaves over, after the text too.
         peak = mx.get_peak_memory() - before + (0 if session.streaming is None else mx.get_cache_memory())

@@ -100,7 +100,8 @@ def run_passes(
     counts = [1] * len(passes) if each_alone else [0]
     if prompts and not each_alone:
         lengths = [each.tokens for each in passes[:prompts]]
-        counts = list(session.transport.numbers(lambda: session.size.graph(on_cpu(), session.plan.split).sweeps(lengths, context)))
+        graph = session.size.graph(on_cpu(), session.plan.split)
+        counts = list(session.transport.numbers(lambda: graph.sweeps(lengths, context)))
     counts[-1] += len(passes) - sum(counts)
     at = 0
     for count in counts:
