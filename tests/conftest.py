@@ -31,6 +31,7 @@ mx.set_cache_limit(LIMITS[1])
 
 def pytest_configure(config: pytest.Config) -> None:
     """What makes other processes quicker; the compiler for whoever runs all tests, and does so in several processes."""
+    config.addinivalue_line("markers", "xdist_group(name): tests that run in one process")
     if hasattr(config, "workerinput"):
         return
     folder = tempfile.mkdtemp(prefix="outcore-tests-")
