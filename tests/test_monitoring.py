@@ -25,6 +25,7 @@ from outcore.machine.allocator import reset_peak
 from outcore.monitoring import publish, publisher
 from outcore.monitoring.publisher import TOKENS_S, SnapshotRecorder, board
 from outcore_tools.monitor import read_all
+from quick_transformers import python_path
 from watching import made_up, own_folder, until
 
 
@@ -71,6 +72,7 @@ class Reading(threading.Thread):
     def run(self) -> None:
         for response in outcore.stream_generate(self.model, self.tokenizer, "def", max_tokens=-1):
             self.tokens.append(response.token)
+            time.sleep(0.01)  # it is looked at for a while
             if self.over:
                 return
 
@@ -163,6 +165,7 @@ def test_a_watched_run_tells_what_it_does_and_its_file_goes_with_its_model(
     began, ats = time.monotonic(), set()
     while time.monotonic() < began + 1.2:
         ats.add(one()["at"])
+        time.sleep(0.02)
     assert len(ats) <= 7, "at most a few times a second"
     text.stop()
     model.outcore.close()
@@ -179,7 +182,7 @@ def test_a_file_is_always_whole_and_is_written_again_where_it_was_lost(folder: P
     path.unlink()
     until(path.exists)
     document = json.loads(path.read_text())
-    for n in range(300):
+    for n in range(70):
         publisher.write(path, document | {"filler": "x" * (n % 7) * 10_000})
         assert read_all()
 
@@ -278,11 +281,13 @@ ALONE = """if True:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_process_that_ends_without_closing_leaves_nothing_to_be_seen(how: int, folder: Path, served: Path) -> None:
-    environment = os.environ | {"XDG_RUNTIME_DIR": str(folder.parent), "PYTHONPATH": os.pathsep.join(sys.path)}
+def test_a_process_that_ends_without_closing_leaves_nothing_to_be_seen(
+    how: int, folder: Path, quick_models: Callable[[int], Path]
+) -> None:
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(folder.parent), "PYTHONPATH": python_path(*map(Path, sys.path))}
     with heard():
         process = subprocess.Popen(
-            [sys.executable, "-c", ALONE, str(served)], env=environment, stdout=-1, stderr=-1, text=True
+            [sys.executable, "-c", ALONE, str(quick_models(2))], env=environment, stdout=-1, stderr=-1, text=True
         )
     assert process.stdout is not None and process.stdout.readline() == "ready\n", process.communicate()[1]
     assert [p["pid"] for p in read_all()] == [process.pid]

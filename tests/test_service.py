@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +22,20 @@ from outcore.serve.events import Begun, Ended, Event, Finished, GenerationReques
 from outcore.serve.service import ModelService, ServiceOptions
 from outcore.serve.shelf import Shelf
 
-LOAD: dict[str, Any] = {"context": 128, "dtype": "float32", "cpu_streams": 1, "govern": False}
+LOAD: dict[str, Any] = {
+    "context": 128,
+    "dtype": "float32",
+    "cpu_streams": 1,
+    "govern": False,
+    "draft": "none",
+    "resident": 0,
+}
 PROMPTS = ["def add(a, b):", "import os\n", "class Point:", "for i in range(10):", "The answer is"]
 
 
 @contextmanager
-def serving(*folders: Path, memory: str = "12MB", prefix_cache: str = "off", **options: Any) -> Iterator[ModelService]:
-    load = LoadOptions(memory=memory, prefix_cache=prefix_cache, **LOAD)
+def serving(*folders: Path, draft: str = "none", memory: str = "12MB", **options: Any) -> Iterator[ModelService]:
+    load = LoadOptions(**LOAD | {"memory": memory, "prefix_cache": "off", "draft": draft})
     service = ModelService(Shelf([str(f) for f in folders]), ServiceOptions(load, **options))
     try:
         yield service
@@ -60,21 +67,27 @@ def together(service: ModelService, asks: Sequence[GenerationRequest]) -> list[l
 
 
 @pytest.fixture(scope="module")
+def served(quick_models: Callable[[int], Path]) -> Path:
+    """Three layers."""
+    return quick_models(3)
+
+
+@pytest.fixture(scope="module")
 def expected(served: Path) -> dict[str, str]:
     """What ``generate`` answers."""
     model, tokenizer = outcore.load(str(served), memory="12MB", **LOAD)
     with model.outcore:
-        return {p: outcore.generate(model, tokenizer, p, max_tokens=12) for p in PROMPTS}
+        return {p: outcore.generate(model, tokenizer, p, max_tokens=6) for p in PROMPTS}
 
 
 def test_an_answer_is_generates_and_is_told_in_order(served: Path, expected: dict[str, str]) -> None:
-    with serving(served) as service:
-        events = asyncio.run(heard(service, GenerationRequest(prompt=PROMPTS[0], max_tokens=12)))
+    with serving(served, draft="auto") as service:
+        events = asyncio.run(heard(service, GenerationRequest(prompt=PROMPTS[0], max_tokens=6)))
         assert text_of(events) == expected[PROMPTS[0]]
         assert isinstance(events[0], Begun) and events[0].model == served.name and events[0].load_s > 0
         *_, ended, finished = events
-        assert isinstance(ended, Ended) and ended.reason == "length" and ended.tokens == 12
-        assert isinstance(finished, Finished) and finished.tokens == 12
+        assert isinstance(ended, Ended) and ended.reason == "length" and ended.tokens == 6
+        assert isinstance(finished, Finished) and finished.tokens == 6
         assert (
             finished.prompt_tokens
             == events[0].prompt_tokens
@@ -83,7 +96,7 @@ def test_an_answer_is_generates_and_is_told_in_order(served: Path, expected: dic
         assert finished.prompt_s > 0 and finished.generation_s > 0 and finished.queued_s >= events[0].load_s
         state = service.state()
         assert state["status"] == "ok" and state["running"] == state["waiting"] == 0
-        assert state["models"][served.name]["tokens"] == 12
+        assert state["models"][served.name]["tokens"] == 6
 
 
 def test_sixteen_requests_share_sweeps(served: Path, expected: dict[str, str]) -> None:
@@ -96,31 +109,31 @@ def test_sixteen_requests_share_sweeps(served: Path, expected: dict[str, str]) -
             steps.append(1)
             return original(self)
 
-        asks = [GenerationRequest(prompt=PROMPTS[i % len(PROMPTS)], max_tokens=12) for i in range(16)]
+        asks = [GenerationRequest(prompt=PROMPTS[i % len(PROMPTS)], max_tokens=6) for i in range(16)]
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Scheduler, "step", step)
             found = together(service, asks)
-        assert len(steps) <= 14, "16 streams of 12 tokens"
+        assert len(steps) <= 8, "16 streams of 6 tokens"
         for ask, events in zip(asks, found, strict=True):
             assert text_of(events) == expected[str(ask.prompt)]
 
 
 def test_choices_are_numbered_seeds_hold_and_stop_strings_end(served: Path) -> None:
     with serving(served) as service:
-        ask = GenerationRequest(prompt=PROMPTS[0], max_tokens=8, choices=3, sampling=Sampling(temperature=1.0, seed=7))
+        ask = GenerationRequest(prompt=PROMPTS[0], max_tokens=4, choices=3, sampling=Sampling(temperature=1.0, seed=7))
         one, again = (asyncio.run(heard(service, ask)) for _ in range(2))
         texts = [text_of(one, i) for i in range(3)]
         assert texts == [text_of(again, i) for i in range(3)] and len(set(texts)) == 3
-        assert isinstance(one[-1], Finished) and one[-1].tokens == 24
-        whole = text_of(asyncio.run(heard(service, GenerationRequest(prompt=PROMPTS[1], max_tokens=12))))
+        assert isinstance(one[-1], Finished) and one[-1].tokens == 12
+        whole = text_of(asyncio.run(heard(service, GenerationRequest(prompt=PROMPTS[1], max_tokens=6))))
         word = whole[len(whole) // 2 :][:3]
-        cut = asyncio.run(heard(service, GenerationRequest(prompt=PROMPTS[1], max_tokens=12, stop=("never", word))))
+        cut = asyncio.run(heard(service, GenerationRequest(prompt=PROMPTS[1], max_tokens=6, stop=("never", word))))
         ended = next(e for e in cut if isinstance(e, Ended))
         assert text_of(cut) == whole[: whole.index(word)] and (ended.reason, ended.stop) == ("stop", word)
 
 
 def test_several_prompts_are_one_answer_with_their_choices_in_order(served: Path, expected: dict[str, str]) -> None:
-    asks = [GenerationRequest(prompt=prompt, max_tokens=12, choices=2) for prompt in PROMPTS[:3]]
+    asks = [GenerationRequest(prompt=prompt, max_tokens=6, choices=2) for prompt in PROMPTS[:3]]
 
     with serving(served, most_waiting=6) as service:
         found = asyncio.run(heard(service, *asks))
@@ -128,7 +141,7 @@ def test_several_prompts_are_one_answer_with_their_choices_in_order(served: Path
         assert [text_of(found, i) for i in range(6)] == [expected[p] for p in PROMPTS[:3] for _ in range(2)]
         tokens = sum(asyncio.run(service.count(each)) for each in asks)
         last = found[-1]
-        assert isinstance(last, Finished) and (last.prompt_tokens, last.tokens, last.choices) == (tokens, 72, 6)
+        assert isinstance(last, Finished) and (last.prompt_tokens, last.tokens, last.choices) == (tokens, 36, 6)
         too_long = replace(asks[0], prompt=(5,) * 100_000)
         with pytest.raises(RequestError, match="tokens"):
             asyncio.run(heard(service, *asks, too_long))
@@ -137,11 +150,11 @@ def test_several_prompts_are_one_answer_with_their_choices_in_order(served: Path
 
 def test_logprobs_are_of_every_token_with_its_bytes(served: Path, expected: dict[str, str]) -> None:
     with serving(served) as service:
-        events = asyncio.run(heard(service, GenerationRequest(prompt=PROMPTS[0], max_tokens=12, logprobs=2)))
+        events = asyncio.run(heard(service, GenerationRequest(prompt=PROMPTS[0], max_tokens=6, logprobs=2)))
         found = [each for e in events if isinstance(e, TextPart) for each in e.logprobs]
-        assert len(found) == 12 and all(len(each.top) == 2 for each in found)
+        assert len(found) == 6 and all(len(each.top) == 2 for each in found)
         assert all(each.top[0].logprob >= each.top[1].logprob and each.logprob <= 0 for each in found)
-        assert b"".join(each.data for each in found).decode() == expected[PROMPTS[0]]
+        assert b"".join(each.data for each in found).decode(errors="replace") == expected[PROMPTS[0]]
 
 
 def test_who_leaves_frees_the_place_and_harms_nobody(served: Path, expected: dict[str, str]) -> None:
@@ -154,7 +167,7 @@ def test_who_leaves_frees_the_place_and_harms_nobody(served: Path, expected: dic
                 async for event in endless:
                     n += isinstance(event, TextPart)
                     if n == 2 and task is None:
-                        task = asyncio.create_task(heard(service, GenerationRequest(prompt=PROMPTS[2], max_tokens=12)))
+                        task = asyncio.create_task(heard(service, GenerationRequest(prompt=PROMPTS[2], max_tokens=6)))
                     if n == 6:
                         break
             assert task is not None
@@ -167,8 +180,8 @@ def test_who_leaves_frees_the_place_and_harms_nobody(served: Path, expected: dic
         assert service.state()["running"] == service.state()["waiting"] == 0
 
 
-def test_too_many_are_sent_away_and_too_long_ones_told(demo_model: Path) -> None:
-    with serving(demo_model, memory="18MB", most_waiting=2) as service:
+def test_too_many_are_sent_away_and_too_long_ones_told(served: Path) -> None:
+    with serving(served, most_waiting=2) as service:
 
         async def three() -> list[Any]:
             go = threading.Event()
@@ -199,7 +212,7 @@ def test_models_take_turns_and_idle_ones_go(served: Path, tmp_path: Path, expect
     broken = Path(shutil.copytree(served, tmp_path / "broken"))
     with serving(served, other, broken, keep_alive=0.3) as service:
         (broken / "model.safetensors").unlink()
-        asks = [GenerationRequest(model=m, prompt=PROMPTS[0], max_tokens=12) for m in ("other", str(served), "other")]
+        asks = [GenerationRequest(model=m, prompt=PROMPTS[0], max_tokens=6) for m in ("other", str(served), "other")]
         found = together(service, asks)
         assert [text_of(events) for events in found] == [expected[PROMPTS[0]]] * 3
         assert [e.model for events in found for e in events if isinstance(e, Begun)] == [
@@ -226,7 +239,7 @@ def test_an_error_fails_its_requests_never_the_engine(served: Path, expected: di
     with serving(served) as service:
 
         async def both() -> list[Any]:
-            asks = [GenerationRequest(prompt=p, max_tokens=12) for p in PROMPTS[:2]]
+            asks = [GenerationRequest(prompt=p, max_tokens=6) for p in PROMPTS[:2]]
             return await asyncio.gather(*(heard(service, ask) for ask in asks), return_exceptions=True)
 
         for where in ("step", "_run_pass"):
