@@ -20,11 +20,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_whatever_is_killed_the_next_run_is_as_if_nothing_had_been(tmp_path: Path) -> None:
-    done = run(str(BENCH / "kills.py"), "4", "--kinds", "pack,overlay,draft,batch", "--json", str(tmp_path / "r.json"))
+    """What drafts is written behind what a model's code makes of its weights (``overlay``)."""
+    done = run(str(BENCH / "kills.py"), "3", "--kinds", "pack,draft,batch", "--json", str(tmp_path / "r.json"))
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "r.json").read_text())
-    assert found["kills"] >= 4 and found["failures"] == 0
-    assert [kind["kind"] for kind in found["results"]] == ["pack", "overlay", "draft", "batch"]
+    assert found["kills"] >= 3 and found["failures"] == 0
+    assert [kind["kind"] for kind in found["results"]] == ["pack", "draft", "batch"]
     assert sum(kind["kills"][kills.EVENTS] for kind in found["results"]) > 0
 
 

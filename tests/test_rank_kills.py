@@ -33,10 +33,11 @@ def run(*words: str) -> tuple[int, list[dict[str, object]]]:
     return done.returncode, json.loads(file.read_text())["trials"]
 
 
-def test_a_kill_and_a_cut_link_end_all_ranks_on_hosts_of_their_own(tmp_path: Path) -> None:
-    status, trials = run("2", "--kinds", "kill rank,cut link", "--json", str(tmp_path / "r.json"))
+def test_a_cut_link_ends_all_ranks_on_hosts_of_their_own(tmp_path: Path) -> None:
+    """A kill looks there as it does on one host: test_serve_ranks.py and test_link_processes.py."""
+    status, trials = run("1", "--kinds", "cut link", "--json", str(tmp_path / "r.json"))
     assert status == 0, trials
-    assert [(trial["status"], trial["wrong"]) for trial in trials] == [(1, "")] * 2
+    assert [(trial["status"], trial["wrong"]) for trial in trials] == [(1, "")]
 
 
 def test_a_run_that_nobody_ends_is_found_out(tmp_path: Path) -> None:
