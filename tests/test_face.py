@@ -136,6 +136,26 @@ def test_a_word_that_is_close_to_a_known_one_is_named(capsys: pytest.CaptureFixt
     assert "'x' is not expected here" in refused(capsys, "info", "m", "x")
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("generate m --temperature 1", "no flag --temperature (did you mean --temp?)"),
+        ("generate m --max_token 1", "(did you mean --max-tokens?)"),
+        ("generate m --n-predict 5", "no flag --n-predict (did you mean --max-tokens?)"),
+        ("chat m --num-ctx=5", "no flag --num-ctx (did you mean --context?)"),
+        ("generate m --num-ctx 5", "no flag --num-ctx; see"),  # it has no such flag
+        ("generate m --stream", "no flag --stream; see"),
+        ("server m", "no command 'server' (did you mean serve?)"),
+        ("show m", "no command 'show'; outcore info MODEL"),
+        ("rm m", "no command 'rm'; hf cache rm"),
+    ],
+)
+def test_what_other_programs_call_it_is_told_its_name_here(
+    words: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refused(capsys, *words.split())
+
+
 def test_a_negative_size_is_told_as_one(capsys: pytest.CaptureFixture[str], demo_model: Path) -> None:
     assert "--memory -5MB: a size cannot be negative" in refused(capsys, "info", str(demo_model), "--memory", "-5MB")
     # A flag is no value, and what comes after -- is none either.

@@ -308,6 +308,10 @@ def test_a_misspelt_argument_is_told_what_may_have_been_meant(model: Path) -> No
             function(model, contxt=10)
     with pytest.raises(TypeError, match=r"'promt_cache' \(did you mean prompt_cache\?\)"):
         outcore.stream_generate(None, TokensOnly(), [1], promt_cache=[])
+    for function in (outcore.stream_generate, outcore.generate):
+        for name in ("temp", "temperature"):
+            with pytest.raises(TypeError, match=rf"'{name}': the sampler's; give sampler=make_sampler\(temp="):
+                function(None, TokensOnly(), [1], **{name: 1.0})
 
 
 @pytest.mark.parametrize(("memory", "meant"), [(4, '"4GB"'), (4096, '"4096MB"')])

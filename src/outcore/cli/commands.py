@@ -168,6 +168,13 @@ def rank_module() -> Any:
     return importlib.import_module(names[0]) if names else None
 
 
+# Flags of Ollama, llama.cpp and transformers, and what they are called here.
+ELSEWHERE = {
+    **dict.fromkeys(("ctx-size", "num-ctx", "max-model-len"), "--context"),
+    **dict.fromkeys(("n-predict", "num-predict", "max-new-tokens"), "--max-tokens"),
+    **dict.fromkeys(("n-gpu-layers", "gpu-layers", "ngl", "gpu-memory-utilization"), "--memory"),
+}
+
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -278,8 +285,10 @@ class ArgumentParser(argparse.ArgumentParser):
         if not word.startswith("-"):
             prompt = "; a prompt goes after --prompt" if "--prompt" in self._option_string_actions else ""
             return f"{shortened(word)!r} is not expected here{prompt}"
-        flag = word.partition("=")[0]
-        return f"no flag {shortened(flag)}{meant(flag, self._option_string_actions)}{self.hint}"
+        flag, there = word.partition("=")[0], self._option_string_actions
+        other = ELSEWHERE.get(flag.lstrip("-").replace("_", "-"))
+        hint = f" (did you mean {other}?)" if other in there else meant(flag, there)
+        return f"no flag {shortened(flag)}{hint}{self.hint}"
 
 
 class Preset:

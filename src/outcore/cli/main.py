@@ -35,6 +35,25 @@ FOR_ALL = (
     "file that OUTCORE_CONFIG names)."
 )
 
+_ANSWERS = "outcore chat MODEL talks with a model, outcore generate MODEL -p PROMPT answers once"
+_INFO = "outcore info MODEL shows a model's layers and sizes"
+_REMOVES = "hf cache rm model/OWNER/NAME removes a model from the Hub's cache, outcore cache rm what Outcore made of it"
+_CONVERTS = "models of the Hub are read as they are; mlx_lm.convert makes and quantizes others"
+_DOWNLOADS = "outcore generate --model OWNER/NAME downloads a model that is not there"
+_RUNNING = "outcore monitor --once shows what runs"
+
+# Commands of Ollama, LM Studio, mlx-lm and the Hub, and what there is instead.
+INSTEAD = {
+    "run": _ANSWERS, "ask": _ANSWERS, "start": "outcore serve MODEL starts a server",
+    "show": _INFO, "inspect": _INFO, "ls": "outcore list lists the models", "models": "outcore list lists the models",
+    "rm": _REMOVES, "remove": _REMOVES, "delete": _REMOVES,
+    "convert": _CONVERTS, "quantize": _CONVERTS,
+    "create": "a Modelfile is used as it is: outcore chat --modelfile FILE",
+    "download": _DOWNLOADS, "get": _DOWNLOADS, "pull": _DOWNLOADS, "ps": _RUNNING, "status": _RUNNING,
+    "stop": f"{_RUNNING}; kill PID ends it cleanly", "kill": f"{_RUNNING}; kill PID ends it cleanly",
+    "version": "outcore --version shows it", "benchmark": "outcore bench measures a model",
+}  # fmt: skip
+
 
 def usage() -> str:
     width, columns = max(map(len, commands())), min(WIDEST, shutil.get_terminal_size().columns)
@@ -90,7 +109,9 @@ def _without_command(args: list[str]) -> int:
         print(f"outcore {__version__}")
         return 0
     kind = "flag" if args[0].startswith("-") else "command"
-    known = [*commands(), "help", "--help", "--version"]
+    known = [name for name in (*commands(), "help", "--help", "--version") if name.startswith("-") == (kind == "flag")]
+    if (instead := INSTEAD.get(args[0])) is not None:
+        raise UsageError(f"no command {args[0]!r}; {instead}")
     raise UsageError(f"no {kind} {shortened(args[0])!r}{meant(args[0], known)}; outcore --help lists the commands")
 
 

@@ -28,6 +28,7 @@ from .passes import MLX_LM_STEP, KvBits, generating
 from .prefix_cache import block_step, look_up, room_to_record
 from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds, note_length
 from .request import Alone, CachedPrefix, Request, Token
+from .sampling import SAMPLING
 from .scheduler import Scheduler
 from .speculative.drafting import check_draft_length
 
@@ -79,6 +80,10 @@ def stream_generate(
         UsageError: ``prompt_cache`` belongs to another model.
         BusyError: another thread began a text, and neither continues nor closes it.
     """
+    for name in kwargs:
+        if (asked := {"temperature": "temp"}.get(name, name)) in SAMPLING:
+            there = f"sampler=make_sampler({asked}=...), from mlx_lm.sample_utils"
+            raise TypeError(f"unexpected keyword argument {name!r}: the sampler's; give {there}")
     refuse_unknown(kwargs, _KNOWN)
     session: Session | None = getattr(model, "outcore", None)
     if session is None:
