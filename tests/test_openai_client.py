@@ -233,8 +233,8 @@ def test_a_failure_in_a_stream_is_the_clients_own_error() -> None:
 
 def test_embeddings_are_refused_with_their_reason() -> None:
     async def work(client: openai.AsyncOpenAI) -> None:
-        with pytest.raises(openai.InternalServerError, match="no model here makes embeddings") as caught:
+        # Not 501, which the client tries three times.
+        with pytest.raises(openai.BadRequestError, match="no model here makes embeddings"):
             await client.embeddings.create(model="m", input="a")
-        assert caught.value.status_code == 501
 
     asking(Said(), work)

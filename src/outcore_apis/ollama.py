@@ -31,6 +31,7 @@ from outcore.serve.api import (
     refused,
 )
 from outcore.serve.events import Begun, Called, Ended, Event, Finished, GenerationRequest, Sampling, TextPart
+from outcore.serve.openai import NO_EMBEDDINGS
 
 from .ollama_models import Named, plain_name, pull, running, show, tags, timestamp
 
@@ -298,7 +299,6 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 FILES = "models are folders on disk; start the server with --model FOLDER"
-EMBEDDINGS = "no model here makes embeddings; use a server that has such a model"
 
 ROUTES = (
     Route("/api/chat", chat, "POST", "Answer a conversation", OllamaChatBody),
@@ -308,8 +308,8 @@ ROUTES = (
     Route("/api/ps", running, summary="The models that are in memory"),
     Route("/api/version", lambda http: {"version": VERSION}, summary="The version of Ollama's API"),
     Route("/api/pull", pull, "POST", "Succeed for a model that is served", Named),
-    refused("/api/embed", EMBEDDINGS),
-    refused("/api/embeddings", EMBEDDINGS),
+    refused("/api/embed", NO_EMBEDDINGS, status=400),
+    refused("/api/embeddings", NO_EMBEDDINGS, status=400),
     refused("/api/create", "use a Modelfile: outcore serve --modelfile FILE"),
     refused("/api/push", "this server uploads no models"),
     refused("/api/copy", FILES),

@@ -143,11 +143,11 @@ class Api:
     header: str | None = None
 
 
-def refused(path: str, why: str, method: str = "POST") -> Route:
-    """A route that clients know and that answers 501 with a reason."""
+def refused(path: str, why: str, method: str = "POST", status: int = 501) -> Route:
+    """A route that clients know and that answers with a reason; they may try again if the status is 500 or more."""
 
     def handle(http: HttpRequest) -> Handled:
-        raise RequestError(f"{path} is not supported: {why}", "not_implemented", status=501)
+        raise RequestError(f"{path} is not supported: {why}", "not_implemented", status=status)
 
     return Route(path, handle, method, "Refused, with its reason")
 

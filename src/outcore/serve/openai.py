@@ -47,6 +47,7 @@ from .requests import (
 )
 
 MOST_CHOICES = 128
+NO_EMBEDDINGS = "no model here makes embeddings; use a server that has such a model"
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -353,6 +354,6 @@ ROUTES = tuple(
         Route(f"{prefix}/chat/completions", chat, "POST", "Answer a chat", ChatBody),
         Route(f"{prefix}/models", models, summary="List the models"),
         Route(f"{prefix}/models/{{model:path}}", model, summary="One of the models"),
-        refused(f"{prefix}/embeddings", "no model here makes embeddings; use a server that has such a model"),
+        refused(f"{prefix}/embeddings", NO_EMBEDDINGS, status=400),
     )
 )
