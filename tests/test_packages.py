@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tomllib
 import zlib
@@ -14,6 +15,7 @@ from outcore_tools.demo import demo_model as opened_demo_model
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "demo-model"
+VENDOR = "src/outcore_pages/page/vendor"
 MOST_BYTES = 2_000_000
 """Of Outcore's wheel, promised."""
 
@@ -42,7 +44,13 @@ def test_the_demo_models_package_is_what_outcore_looks_for(demo_model: Path) -> 
 
 def test_each_package_carries_its_licences() -> None:
     ours, theirs = project(ROOT)["project"], project(DEMO)["project"]
-    assert (ours["license"], ours["license-files"]) == ("MIT", ["LICENSE"])
+    # Outcore's own is MIT, the others are of libraries of the server's page.
+    assert ours["license"] == "MIT AND Apache-2.0 AND BSD-2-Clause AND BSD-3-Clause"
+    assert ours["license-files"] == ["LICENSE", f"{VENDOR}/LICENSE.*"]
+    listed = (ROOT / VENDOR / "README.md").read_text(encoding="utf-8")
+    libraries = {f.name: f.read_bytes() for f in (ROOT / VENDOR).glob("*.js")}
+    assert len(libraries) == len(list((ROOT / VENDOR).glob("LICENSE.*"))) == 3
+    assert all(f"| `{n}` |" in listed and hashlib.sha256(d).hexdigest() in listed for n, d in libraries.items())
     assert (theirs["license"], theirs["license-files"]) == ("MIT AND PSF-2.0", ["LICENSE", "LICENSE-PSF.txt"])
     assert (DEMO / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert (DEMO / "LICENSE-PSF.txt").is_file()

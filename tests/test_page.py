@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -50,11 +48,21 @@ def test_a_browser_gets_the_page_and_programs_a_line() -> None:
             assert found.status_code == 200 and found.headers["content-type"] == "text/html; charset=utf-8"
             assert found.text.startswith("<!doctype html>") and "secret" not in found.text
             policy = found.headers["content-security-policy"]
-            for kind in ("script", "style"):
-                (inside,) = re.findall(rf"<{kind}>(.*?)</{kind}>", found.text, re.DOTALL)
-                digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
-                assert f"{kind}-src 'sha256-{digest}'" in policy, "a browser would not run it"
             assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+            assert "require-trusted-types-for 'script'" in policy, "text could become elements in another way"
+            for inside in Elements(found.text).outside:
+                part = await client.get(f"{server.url}/{inside.partition('=')[2]}")
+                kind = "text/css" if inside.startswith("link") else "text/javascript"
+                assert part.headers["content-type"] == f"{kind}; charset=utf-8", inside
+                assert part.headers["x-content-type-options"] == "nosniff"
+                assert ("immutable" in part.headers["cache-control"]) == ("vendor" in inside)
+                known = {"If-None-Match": part.headers["etag"]}
+                again = await client.get(part.url, headers=known)
+                assert (again.status_code, again.content) == (304, b"")
+            for other in ("page/none.js", "page/../pages.py", "page/%2e%2e/pages.py", "page/vendor", "page/"):
+                assert (await client.get(f"{server.url}/{other}")).status_code in (401, 404), other
+            elsewhere = {"Host": "evil.example"}
+            assert (await client.get(server.url + "/page/main.js", headers=elsewhere)).status_code == 403
             refused = await client.get(server.url + page.EVENTS)
             assert refused.status_code == 401
 
@@ -64,13 +72,20 @@ def test_a_browser_gets_the_page_and_programs_a_line() -> None:
 def test_the_page_needs_nothing_from_outside_and_takes_text_for_text() -> None:
     text = bytes(page.page().body).decode()
     elements = Elements(text)
-    assert elements.outside == [] and elements.inline == [], "its policy would not allow it"
-    assert not re.search(r"https?://|@import|url\(", text)
+    assert elements.inline == [] and "<style" not in text and "<script>" not in text, "its policy would not allow it"
+    own = {name: data.decode() for name, (data, _) in page.contents().items() if "vendor" not in name}
+    named = [re.sub(r"^\w+ \w+=page/", "", one) for one in elements.outside]
+    assert set(named) <= set(page.contents()) and len(named) == 5
+    scripts = "".join(text for name, text in own.items() if name.endswith(".js"))
+    assert set(re.findall(r'from "\./(.+?)"', scripts)) | {"main.js", "page.css", "page.html"} == set(own)
+    assert not re.search(r"https?://|@import|url\(", "".join(own.values()))
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "DOMParser", "Function("):
-        assert way not in text, "a model's text could be run"
-    used = set(re.findall(r'(?:\$|put|wide|items|children)\("([\w-]+)"', text))
-    assert len(used) > 20 and used <= set(elements.ids), used - set(elements.ids)
+        assert way not in scripts, "a model's text could be run"
+    used = set(re.findall(r'(?:\$|put|wide|items|children|getElementById)\("([\w-]+)"', scripts))
+    assert len(used) > 40 and used <= set(elements.ids), used - set(elements.ids)
     assert len(elements.ids) == len(set(elements.ids))
+    labelled = set(re.findall(r'aria-(?:controls|labelledby)="([\w-]+)"', text))
+    assert labelled <= set(elements.ids)
 
 
 def test_events_come_while_somebody_looks_and_end_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,14 @@
-"""The routes of this package: the page at ``/`` with a live view of the server and a chat box, ``/metrics`` in
+"""The routes of this package: the page at ``/``, a chat with a live view of the server, ``/metrics`` in
 Prometheus's format, and ``/openapi.json``."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import cache
-from importlib import resources
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -17,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -28,6 +28,7 @@ from outcore.serve.site import Observer, Site, json_response
 from outcore.version import __version__
 
 EVENTS = "/monitor/events"
+PART = "/page/{name:path}"
 
 
 def routes(site: Site) -> Sequence[Route]:
@@ -36,8 +37,11 @@ def routes(site: Site) -> Sequence[Route]:
 
     async def front(request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):  # programs that probe for a server send */*
-            return page()
+            return page(known=request.headers.get("if-none-match", ""))
         return PlainTextResponse("Outcore is running", headers={"Vary": "Accept"})
+
+    async def part(request: Request) -> Response:
+        return page(request.path_params["name"], request.headers.get("if-none-match", ""))
 
     async def metrics(_: Request) -> Response:
         return counted.response()
@@ -46,7 +50,7 @@ def routes(site: Site) -> Sequence[Route]:
         return json_response(described(site.apis))
 
     watched = Events(board.snapshot, lambda: site.closing).response
-    answers = {"/": front, EVENTS: watched, "/metrics": metrics, "/openapi.json": openapi}
+    answers = {"/": front, PART: part, EVENTS: watched, "/metrics": metrics, "/openapi.json": openapi}
     return [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
 
 
@@ -116,6 +120,7 @@ PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
 
 OWN = {
     "/": ("The server's page, or a line of text", "text/plain"),
+    PART: ("The page's scripts and styles", "text/plain"),
     "/health": ("Status, and numbers of running and waiting requests", "application/json"),
     "/metrics": ("Metrics in Prometheus's format", "text/plain"),
     EVENTS: ("Snapshots of the server's activity, four a second", "text/event-stream"),
@@ -129,7 +134,8 @@ def described(apis: Sequence[Api]) -> dict[str, Any]:
         [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
     )
     paths: dict[str, dict[str, Any]] = {
-        path: {"get": _operation("get", path, summary, media_type)} for path, (summary, media_type) in OWN.items()
+        PARAMETER.sub(r"{\1}", path): {"get": _operation("get", path, summary, media_type)}
+        for path, (summary, media_type) in OWN.items()
     }
     for api, route in [(a, route) for a in apis for route in a.routes]:
         operation = _operation(route.method.lower(), route.path, route.summary) | {"tags": [api.name]}
@@ -164,26 +170,36 @@ def _operation(method: str, path: str, summary: str, media_type: str = "applicat
 EVERY_S = 0.25
 
 
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".md": "text/plain", ".txt": "text/plain"}
+HEADERS = {
+    # Only the page's own files and requests to its own server. Text becomes elements through DOMPurify or not at all.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types dompurify",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
 @cache
-def page() -> Response:
-    """The page, with a policy that allows only its own script, its own style and requests to its own server."""
-    html = resources.files(__package__).joinpath("page", "page.html").read_text(encoding="utf-8")
-    allowed = {}
-    for kind in ("script", "style"):
-        (inside,) = re.findall(rf"<{kind}>(.*?)</{kind}>", html, re.DOTALL)
-        allowed[kind] = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{allowed['script']}'; style-src 'sha256-{allowed['style']}'; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    headers = {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-        "Vary": "Accept",
-    }
-    return Response(html, media_type="text/html", headers=headers)
+def contents() -> dict[str, tuple[bytes, str]]:
+    """The page's files by their paths, each with its ETag."""
+    folder = Path(__file__).with_name("page")
+    found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.suffix in TYPES}
+    return {name: (data, f'"{hashlib.sha256(data).hexdigest()[:32]}"') for name, data in found.items()}
+
+
+def page(name: str = "page.html", known: str = "") -> Response:
+    """A file of the page; nothing but its ETag for a browser that says it knows that one."""
+    if name not in contents():
+        raise HTTPException(404)
+    data, tag = contents()[name]
+    # Names of libraries have their versions.
+    cached = "public, max-age=31536000, immutable" if name.startswith("vendor/") else "no-cache"
+    headers = HEADERS | {"Cache-Control": cached, "ETag": tag, "Vary": "Accept"}
+    if tag in known:
+        return Response(status_code=304, headers=headers)
+    return Response(data, media_type=TYPES[PurePosixPath(name).suffix], headers=headers)
 
 
 class Events:

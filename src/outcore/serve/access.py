@@ -23,7 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .events import RequestError
 
-KEYLESS_PATHS = {"/", "/health"}
+# Nobody's data; what begins with the last one are the page's own files.
+KEYLESS_PATHS = re.compile(r"/|/health|/page/.*")
 LOCAL = re.compile(r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 # Error code of requests whose end is unknown, so that the connection must be closed.
 FRAMING = "request_framing"
@@ -59,7 +60,7 @@ class Access:
         if origin is not None and not (own or local or "*" in self.origins or origin in self.origins):
             why = f"pages of {origin[:100]!r} are not allowed; add this origin with --allowed-origins"
             raise RequestError(why, "origin_not_allowed", status=403)
-        if self.key is not None and path not in KEYLESS_PATHS and not _carries(headers, self.key):
+        if self.key is not None and not KEYLESS_PATHS.fullmatch(path) and not _carries(headers, self.key):
             raise RequestError("give the server's API key, as Bearer or x-api-key", "invalid_api_key", status=401)
 
     def _allows_host(self, name: str) -> bool:
