@@ -20,7 +20,7 @@ import pytest
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.commands import commands, parser_of
 from outcore.cli.main import main
-from outcore.cli.output import Result, spinner
+from outcore.cli.output import Result, log_from, spinner
 from outcore.errors import UsageError
 from outcore.machine.cache_folder import cache_dir
 from outcore.machine.settings import setting
@@ -250,6 +250,19 @@ def test_the_log_level_is_a_name_of_logging(quick: Path, capsys: pytest.CaptureF
     assert json.loads(told.stdout)["budget_bytes"] == 10**9
     # Bold is no colour.
     assert not any(f"\x1b[{n}m" in told.stderr for n in range(30, 38))
+
+
+@pytest.mark.parametrize(("level", "verbosity"), [("INFO", "warning"), ("DEBUG", "debug")])
+def test_only_debug_prints_configurations(level: str, verbosity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers prints a model's whole configuration on INFO."""
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "")
+    before, capturing = logging.getLogger().level, logging.captureWarnings
+    try:
+        log_from(level)
+        assert os.environ["TRANSFORMERS_VERBOSITY"] == verbosity
+    finally:
+        logging.getLogger().setLevel(before)
+        capturing(False)
 
 
 def test_a_terminal_shows_that_something_happens(monkeypatch: pytest.MonkeyPatch) -> None:

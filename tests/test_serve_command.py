@@ -77,6 +77,18 @@ def test_sigterm_ends_it_well_when_answers_have_ended() -> None:
         assert record["url"] == address and record["requests"] == 1 and record["models"] == ["fake"]
 
 
+@pytest.mark.parametrize("flags", [[], ["--quiet"], ["--log-level", "INFO"]])
+def test_a_line_tells_of_each_request(flags: list[str]) -> None:
+    with served(*flags) as (process, address):
+        body = {"messages": [{"role": "user", "content": "count"}], "max_tokens": 2}
+        assert httpx.post(f"{address}/v1/chat/completions", json=body, trust_env=False).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=60)
+        seen = [line for line in told.splitlines() if "/v1/chat/completions" in line]
+        assert len(seen) == (flags != ["--quiet"]), told
+        assert all("127.0.0.1  fake  in 3  cached 0  out 2" in line and "200 POST" in line for line in seen)
+
+
 def test_ctrl_c_interrupts_and_a_second_one_does_so_at_once() -> None:
     with served("--drain", "3600") as (process, address):
         body = {"messages": [{"role": "user", "content": "count"}], "max_tokens": 100_000, "stream": True}

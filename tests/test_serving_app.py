@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -49,6 +50,45 @@ def test_an_answer_comes_whole_or_as_a_stream() -> None:
             connection[1].close()
 
     asyncio.run(test())
+
+
+def test_the_journal_has_a_line_for_each_request_to_a_model_and_each_refused_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def script(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
+        yield Begun("fake", 5, cached_tokens=3)
+        yield TextPart(0, "so far")
+        if ask.prompt == "fail":
+            raise RequestError("no more", "x", status=500)
+        if ask.prompt == "long":
+            await asyncio.sleep(60)
+        yield Finished(5, 9, 3, generation_s=2.0)
+
+    async def test() -> list[str]:
+        async with running(script) as server:
+            lines: list[str] = []
+            server.site.journal = lines.append
+            await ask(server, "POST", "/v1/say", prompt="a")
+            await ask(server, "GET", "/v1/models")
+            await ask(server, "GET", "/no%0Away")
+            await ask(server, "POST", "/v1/say", prompt="fail", stream=True)
+            with pytest.raises(httpx.ReadTimeout):
+                async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=0.2) as client:
+                    await client.post("/v1/say", json={"prompt": "long"})
+            await server.look()
+            caplog.set_level("INFO", "outcore")
+            await ask(server, "GET", "/v1/models")
+            return lines
+
+    lines = asyncio.run(test())
+    assert all(re.fullmatch(r"[-\d]{10} [:\d]{8}  127\.0\.0\.1  .*", line) for line in lines)
+    assert [line.split("  ", 2)[2] for line in lines] == [
+        "fake  in 5  cached 3  out 9  4.00 tok/s  200 POST /v1/say",
+        "404 GET /no way",
+        "fake  in 5  cached 3  failed POST /v1/say",
+        "fake  in 5  cached 3  client left POST /v1/say",
+        "200 GET /v1/models",
+    ]
 
 
 def test_addresses_of_all_families_and_of_none() -> None:

@@ -163,8 +163,9 @@ def log_from(level: str | None) -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger().setLevel(name)
     logging.captureWarnings(True)
-    # transformers sets up its logger when it is imported, in the child processes of outcore bench too.
-    os.environ["TRANSFORMERS_VERBOSITY"] = name.lower()
+    # transformers sets up its logger when it is imported, in the child processes of outcore bench too. On INFO it
+    # prints whole configurations.
+    os.environ["TRANSFORMERS_VERBOSITY"] = "warning" if name == "INFO" else name.lower()
 
 
 def _lead_nowhere(stream: TextIO) -> None:

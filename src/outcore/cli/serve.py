@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> None:
         if service.forecast is not None:
             tell(service.forecast.line)
         site = Site(args.preset.service(service), all_apis(), defaults=defaults)
+        site.journal = tell
         address = url(args.host, sockets)
         models = [card.name for card in service.models()]
 

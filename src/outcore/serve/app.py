@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,10 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..machine.memory import free_heap
 from ..packages import modules
+from ..text import shortened
 from . import completions, openai
 from .access import Access, Guard, cors
 from .api import EVENT_STREAM, Api, HttpRequest, ParsedRequest, ResponseWriter, Route
-from .events import Called, Event, RequestError, TextPart, shutting_down
+from .events import Begun, Called, Event, Finished, RequestError, TextPart, shutting_down
 from .requests import HeldBody
 from .site import IGNORED, Site, error_response, ignored_header, json_response
 
@@ -80,22 +82,66 @@ def application(site: Site, access: Access | None = None) -> Starlette:
     return app
 
 
+@dataclass
+class Seen:
+    """What a request came to, for one line of the server's log; it travels in the ASGI scope.
+
+    Attributes:
+        complete: the response was sent to its end.
+    """
+
+    status: int = 0
+    complete: bool = False
+    model: str = ""
+    begun: Begun | None = None
+    finished: Finished | None = None
+
+    def line(self, scope: Scope) -> str:
+        """Returns time, client, model, tokens and their speed, status and address, separated by two spaces."""
+        parts = [
+            time.strftime("%Y-%m-%d %H:%M:%S"),
+            (scope.get("client") or ("-",))[0],
+            *[shortened(self.model)] * bool(self.model),
+        ]
+        if (known := self.finished or self.begun) is not None:
+            parts.append(f"in {known.prompt_tokens}  cached {known.cached_tokens}")
+        if self.finished is not None:
+            seconds = self.finished.generation_s
+            # The first token comes at the end of the prompt.
+            speed = f"{(self.finished.tokens - self.finished.choices) / seconds:.2f}" if seconds else "-"
+            parts.append(f"out {self.finished.tokens}  {speed} tok/s")
+        failed = self.complete and self.status < 400 and self.begun is not None and self.finished is None
+        status = "failed" if failed else str(self.status) if self.complete else "client left"
+        return "  ".join([*parts, f"{status} {scope['method']} {shortened(scope['path'], 80)}"])
+
+
 class Observed:
-    """ASGI middleware that reports each response's route and status to the site's observers."""
+    """ASGI middleware that tells the site's observers each response's route and status, and writes the journal."""
 
     def __init__(self, app: ASGIApp, site: Site) -> None:
         self.app, self.site = app, site
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        seen = scope["outcore.seen"] = Seen()
+
         async def reporting(message: Message) -> None:
             if message["type"] == "http.response.start":
+                seen.status = message["status"]
                 # The route, not the path: clients can make up any number of paths.
                 route = getattr(scope.get("route"), "path", "none")
                 for observer in self.site.observers:
                     observer.responded(route, message["status"])
             await send(message)
+            seen.complete |= message["type"] == "http.response.body" and not message.get("more_body")
 
-        await self.app(scope, receive, reporting if scope["type"] == "http" else send)
+        try:
+            await self.app(scope, receive, reporting)
+        finally:
+            if seen.model or seen.status >= 400 or log.isEnabledFor(logging.INFO):
+                self.site.journal(seen.line(scope))
 
 
 class Address:
@@ -148,7 +194,9 @@ class Address:
         handled = await body.work(route.handle, request)
         del request
         if isinstance(handled, ParsedRequest):
-            work = _deliver(self._events(handled, body, began), handled.writer, send, site, api)
+            seen = http.scope["outcore.seen"]
+            seen.model = handled.requests[0].model or "-"
+            work = _deliver(self._events(handled, body, began, seen), handled.writer, send, site, api)
         else:
 
             async def respond() -> None:
@@ -158,12 +206,18 @@ class Address:
             work = respond()
         await _while_connected(work, http.receive)
 
-    async def _events(self, parsed: ParsedRequest, body: HeldBody, began: float) -> AsyncGenerator[Event, None]:
-        """The events of an answer, reported to observers; releases the body at the first one."""
+    async def _events(
+        self, parsed: ParsedRequest, body: HeldBody, began: float, seen: Seen
+    ) -> AsyncGenerator[Event, None]:
+        """The events of an answer, reported to observers and in ``seen``; releases the body at the first one."""
         first = True
         async with aclosing(self.site.service.answer(*parsed.requests)) as events:
             async for event in events:
                 body.release()
+                if isinstance(event, Begun):
+                    seen.begun, seen.model = event, event.model
+                elif isinstance(event, Finished):
+                    seen.finished = event
                 begins = first and isinstance(event, TextPart | Called)
                 for observer in self.site.observers:
                     observer.happened(event, time.monotonic() - began if begins else None)

@@ -103,7 +103,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 # Malformed requests would fill the log with warnings.
                 log_level=None if logging.getLogger().isEnabledFor(logging.INFO) else logging.ERROR,
-                access_log=logging.getLogger("uvicorn.access").isEnabledFor(logging.INFO),
+                access_log=False,  # ``Observed`` writes a line that says more
                 proxy_headers=False,
                 server_header=False,
                 backlog=ACCEPTED_AT_ONCE,

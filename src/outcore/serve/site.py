@@ -48,6 +48,7 @@ class Site:
         turned_away: connections refused for lack of room.
         dropped: connections closed to make room for others.
         late: connections closed because of a time-out.
+        journal: gets a line about each request to a model and each refused one; on the level INFO, about every request.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Site:
         self.limits, self.defaults = limits or ClientLimits(), defaults or Defaults()
         self.clock, self.turned_away, self.dropped, self.late = clock, 0, 0, 0
         self.observers: list[Observer] = []
+        self.journal: Callable[[str], None] = lambda line: None
         self.closing, self.ended = False, asyncio.Event()
         self.under_way = self.answered = self.held_bytes = 0
 
