@@ -189,7 +189,7 @@ def test_a_broken_model_is_one_line(
     how: Callable[[Path], Any], says: str, capsys: pytest.CaptureFixture[str], broken: Path
 ) -> None:
     how(broken)
-    for command in (["generate", "--model"], ["info"], ["pack"]):
+    for command in (["generate", "-p", "hi", "--model"], ["info"], ["pack"]):
         status, _, err = run(capsys, *command, str(broken))
         assert status == 1 and says in err and err.count("\n") == 1, err
 

@@ -564,7 +564,7 @@ def test_a_mirror_on_the_same_disk_is_told_of(served: Path, tmp_path: Path) -> N
 def test_the_command_says_what_was_read_where(served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = shutil.copytree(served, tmp_path / "own")
     first, second = copied(own, "first", "second")
-    line = ["generate", str(own), "--resident", "0", "--memory", "1GB", "--max-tokens", "2", "--json"]
+    line = ["generate", str(own), "--resident", "0", "--memory", "1GB", "--max-tokens", "2", "-p", "hello", "--json"]
     assert main([*line, "--mirror", str(first), "--mirror", str(second)]) == 0
     record = json.loads(capsys.readouterr().out)
     folders = record["mirrors"]

@@ -110,7 +110,7 @@ def test_a_modelfile_goes_before_what_is_settled(
 ) -> None:
     monkeypatch.setenv("OUTCORE_MODEL", "owner/other")
     path = file(f"FROM {quick}", TURN, "PARAMETER num_predict 1")
-    status, record, err = run("generate", "--modelfile", path, "--memory", "1GB")
+    status, record, err = run("generate", "--modelfile", path, "-p", "hi", "--memory", "1GB")
     assert status == 0 and record["generation_tokens"] == 1, err
 
 

@@ -197,7 +197,8 @@ def test_what_cannot_be_meant_is_wrong_usage_before_anything_is_loaded(
     args: list[str], says: str, model: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outcore.decode.loader.Session", lambda *_, **__: pytest.fail("it was loaded"))
-    plain = [] if "template" in args[0] or args[0] == "--system-prompt" else ["--ignore-chat-template"]
+    plain = ["-p", "hi"] if args[0] != "--prompt" else []
+    plain += [] if "template" in args[0] or args[0] == "--system-prompt" else ["--ignore-chat-template"]
     status, out, err = run(capsys, "generate", "--model", str(model), *plain, *args)
     assert (status, out) == (2, "") and says in err and err.count("\n") == 1, err
 

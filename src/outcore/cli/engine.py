@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import io
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -226,17 +224,6 @@ def note_unquantized(args: argparse.Namespace, session: Session, tokens: int) ->
     if args.kv_bits is not None and tokens - 1 < args.quantized_kv_start:
         start = f"begins at token {args.quantized_kv_start} (--quantized-kv-start)"
         session.note(f"--kv-bits {args.kv_bits} {start}: none of the {tokens} tokens was quantized")
-
-
-def prompt_text(given: str) -> str:
-    try:
-        if given == "-":
-            given = sys.stdin.read() if isinstance(sys.stdin, io.StringIO) else sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise UsageError(f"--prompt -: standard input is not UTF-8 at byte {e.start}; convert it") from e
-    except OSError as e:
-        raise UsageError(f"--prompt -: standard input cannot be read: {e.strerror or e}") from e
-    return text_of("--prompt", given)
 
 
 def rendered(tokenizer: TokenizerWrapper, messages: list[dict[str, str]], hint: str = "", **options: Any) -> str:

@@ -221,7 +221,9 @@ _NETWORK = grouped(
 
 GENERATE: list[str | Flag] = [
     "model-flags adapter-path",
-    FLAGS["prompt"].but(default="hello"),
+    FLAGS["prompt"].but(
+        help="The prompt; piped text follows it, or is the prompt. - reads it to its end. Default: the piped text."
+    ),
     FLAGS["max-tokens"].but(default=100),
     "system-prompt chat-template-config extra-eos-token prefill-response ignore-chat-template",
     flag(

@@ -33,11 +33,11 @@ from .engine import (
     open_tokenizer,
     prefill_progress,
     print_summary,
-    prompt_text,
     rendered,
     watched,
 )
 from .flags import cache_options, check_numbers, loading_options, template_options, text_of
+from .piped import prompt_text, whole_prompt
 
 HINT = "; try without --system-prompt and --chat-template-config, or with --ignore-chat-template"
 
@@ -103,7 +103,7 @@ def _cached_tokens(cache: list[Any] | None) -> int:
 
 
 def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cache: bool) -> list[int]:
-    text = prompt_text(args.prompt if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t"))
+    text = whole_prompt(args.prompt, alone=args.ranks is None)
     extra = template_options(args.chat_template_config)
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         return list(tokenizer.encode(text))

@@ -1,0 +1,97 @@
+"""The prompt of ``outcore generate``: given, piped in, or both; and a standard input that is somebody else's."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from outcore.cli import piped
+from outcore.cli.main import main
+from outcore.cli.piped import whole_prompt
+from outcore.errors import UsageError
+
+WHOLE = "from outcore.cli.piped import whole_prompt as w; import sys; print(repr(w(*sys.argv[1:] or [None])), end='')"
+ASK = f'"{sys.executable}" -c "{WHOLE}"'
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.TextIOWrapper]:
+    """An open pipe as standard input, to which this process could write."""
+    monkeypatch.setattr(piped, "SILENT_MS", 1)
+    read, write = os.pipe()
+    with os.fdopen(read) as file:
+        monkeypatch.setattr("sys.stdin", file)
+        yield os.fdopen(write, "w")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("echo text | ASK", "'text\\n'"),
+        ("echo text | ASK 'explain\\n'", "'explain\\n\\n\\ntext\\n'"),
+        ("{ sleep 0.3; echo late; } | ASK explain", "'explain\\n\\nlate\\n'"),
+        ("ASK explain < file", "'explain\\n\\nof a file\\n'"),
+        ("ASK explain < /dev/null", "'explain'"),
+        ("ASK explain <&-", "'explain'"),
+        (": | ASK explain", "'explain'"),
+        ("while read -r line; do ASK \"$line\"; done < lines", "'one''two'"),
+    ],
+)  # fmt: skip
+def test_what_a_shell_pipes_follows_the_prompt(line: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("of a file\n")
+    (tmp_path / "lines").write_text("one\ntwo\n")
+    shell = {"args": ["bash", "-c", line.replace("ASK", ASK)], "cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run(**shell, start_new_session=True, timeout=60)  # type: ignore[call-overload]
+    assert (done.stdout, done.stderr) == (says, "")
+
+
+def test_a_parents_idle_pipe_is_not_waited_for(silent: io.TextIOWrapper, capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    assert whole_prompt("explain") == "explain"
+    assert capsys.readouterr().err.startswith("standard input is open, but nobody writes to it: not waited for")
+    with pytest.raises(UsageError, match="no prompt: give --prompt TEXT, or pipe text in"):
+        whole_prompt(None)
+    assert time.monotonic() - began < 5
+    print("of ours", file=silent, flush=True)
+    silent.close()
+    assert whole_prompt("-") == "of ours\n"
+
+
+def test_other_ranks_do_not_read_what_one_of_them_is_given(silent: io.TextIOWrapper) -> None:
+    silent.write("text")
+    silent.close()
+    assert whole_prompt("explain", alone=False) == "explain"
+    with pytest.raises(UsageError, match="no prompt"):
+        whole_prompt(None, alone=False)
+
+
+def test_a_terminal_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = pty.openpty()
+    with os.fdopen(ours) as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+        assert whole_prompt("explain") == "explain"
+        with pytest.raises(UsageError, match="no prompt"):
+            whole_prompt(None)
+    os.close(theirs)
+
+
+def test_generate_answers_what_is_piped_and_refuses_nothing(
+    quick_models: Callable[[int], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["generate", str(quick_models(2)), "-m", "1", "--quiet", "--json", "--ignore-chat-template"]
+    found = []
+    for given, text in ((["-p", "def f"], None), ([], "def f"), (["-p", "def"], "f"), ([], None)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text or ""))
+        assert main([*words, *given]) == (2 if not given and text is None else 0)
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["tokens"] == found[1]["tokens"] and found[2]["prompt_tokens"] > 0
+    assert found[3]["error"] == "no prompt: give --prompt TEXT, or pipe text in; outcore chat asks for it"
