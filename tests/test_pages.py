@@ -132,6 +132,18 @@ def test_python_runs(page: Path, folder: None) -> None:
             exec(standing_in(code), names)
 
 
+def test_python_asks_what_the_command_asks(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = next(code for language, code in parts(ROOT / "README.md", "fence") if language == "python")
+    name, question = re.search(r'load\("(.*?)"', code), re.search(r'"content": "(.*?)"', code)
+    assert name and question
+    assert code.removesuffix("model.outcore.close()\n") in (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    exec(code.replace(name[1], str(demo_model)).replace("max_tokens=200", "max_tokens=4"), {})
+    answer = capsys.readouterr().out
+    asked = ["--prompt", question[1], "--max-tokens", "4", "--quiet", "--draft", "none"]
+    assert main(["generate", str(demo_model), *asked]) == 0
+    assert answer and capsys.readouterr().out == f"{answer}\n"
+
+
 def files(word: str) -> list[Path]:
     folders = ROOT, ROOT / "src", ROOT / "src" / "outcore", ROOT / "tests"
     return [file for folder in folders for file in folder.glob(word)]

@@ -58,6 +58,22 @@ def test_links_on_the_package_index_have_an_address_or_are_words() -> None:
     assert index(text, "https://h/o/").endswith(code)
 
 
+def test_the_picture_of_a_run_shows_the_progress_line_above_what_stays_and_needs_nothing_from_elsewhere() -> None:
+    record = runpy.run_path(str(ROOT / "dev" / "record.py"))
+    bar = "\x1b[?25l\r\x1b[2K⠸ prompt ━╺━ 1 of 3\r\x1b[2K⠹ prompt ━━╺ 2 of 3\r\x1b[2K\x1b[?25h\r"
+    written = (
+        "⠋ starting\r\x1b[2K⠙ starting\r\n\r\x1b[1A\x1b[2K" + bar + "\x1b[1mAn\x1b[0m answer\r\n\r\nMemory: 1 MB\r\n"
+    )
+    shown = record["lines"](written)
+    assert shown == ["⠹ prompt ━━╺ 2 of 3", "\x1b[1mAn\x1b[0m answer", "", "Memory: 1 MB"]
+    committed = (ROOT / record["PICTURE"]).read_text(encoding="utf-8")
+    for drawn in (committed, record["picture"](record["COMMAND"], shown, 80)):
+        text = re.sub(r"<[^>]*>", "", drawn).replace("&#160;", " ")
+        assert "$ outcore generate demo-model/" in text and " prompt ━" in text and "\nMemory: " in text
+        assert not re.findall(r"url\([^#]|href|@import|<script", drawn)
+    assert len(committed) < 40_000 and record["PICTURE"] in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_package_carries_no_relative_link() -> None:
     said = runpy.run_path(str(ROOT / "setup.py"))["description"]()
     assert said.startswith("# Outcore") and not [link for link in LINK.findall(said) if not link.startswith("#")]
