@@ -464,6 +464,8 @@ def test_only_a_context_that_fits_in_no_other_way_goes_to_the_disk_by_itself(dee
         outcore.load_model(deep, memory="100KB", **options)
     in_memory, apart = refused.value.smallest, least.value.smallest
     assert in_memory is not None and apart is not None and apart < in_memory
+    gc.collect()
+    others = mx.get_active_memory()
     for memory, there in ((in_memory, False), (in_memory - 1, True), (apart, True)):
         model, _ = outcore.load_model(deep, memory=memory, **options)
         with model.outcore as session:
@@ -473,7 +475,7 @@ def test_only_a_context_that_fits_in_no_other_way_goes_to_the_disk_by_itself(dee
                 continue
             mx.reset_peak_memory()
             answer(model, make_prompt_cache(model), ids(260), 2, prefill_step_size=session.plan.prefill_step)
-            assert mx.get_peak_memory() <= memory
+            assert mx.get_peak_memory() - others <= memory
 
 
 def test_a_text_that_outgrows_memory_goes_on_on_disk(deep: Path) -> None:

@@ -37,7 +37,7 @@ def test_latency_and_rate_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -
     began = time.monotonic()
     times, *others = on_all(memory_links(3))
     assert others == [times, times]
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 10
     assert times.latency_s == pytest.approx(0.01, rel=0.5)
     assert times.rate == pytest.approx(50e6, rel=0.5)
 

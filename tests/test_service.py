@@ -34,8 +34,10 @@ PROMPTS = ["def add(a, b):", "import os\n", "class Point:", "for i in range(10):
 
 
 @contextmanager
-def serving(*folders: Path, draft: str = "none", memory: str = "12MB", **options: Any) -> Iterator[ModelService]:
-    load = LoadOptions(**LOAD | {"memory": memory, "prefix_cache": "off", "draft": draft})
+def serving(
+    *folders: Path, draft: str = "none", memory: str = "12MB", prefix_cache: str = "off", **options: Any
+) -> Iterator[ModelService]:
+    load = LoadOptions(**LOAD | {"memory": memory, "prefix_cache": prefix_cache, "draft": draft})
     service = ModelService(Shelf([str(f) for f in folders]), ServiceOptions(load, **options))
     try:
         yield service
