@@ -21,7 +21,7 @@ from outcore.cli.main import main
 from outcore_bench import bench as runner
 from outcore_bench import jobs, measure
 from outcore_bench.disk import disk_rate
-from outcore_bench.document import SCHEMA, BenchRow, Document, DocumentError, Model, Stat, read_record
+from outcore_bench.document import BUSY, SCHEMA, BenchRow, Document, DocumentError, Model, Stat, read_record
 from outcore_bench.jobs import BenchJob, BenchSettings, RunSettings, make_jobs
 from outcore_bench.measure import Loop
 from zoo import save_checkpoint
@@ -263,9 +263,9 @@ def document(*rows: BenchRow) -> Document:
 
 def test_efficiency_is_the_greater_of_disk_and_compute_time_over_the_measured() -> None:
     resident = row("outcore", "none", Stat(0.5, 0.4, 0.6, 3), tokens=[1, 2])
-    read = {"engine_bytes_per_token": 8e8, "read_gbps": 1.5}
-    streamed = row("outcore", "direct", stat(0.5), **read, disk_gbps=2.0, tokens=[1, 2])
-    slow_disk = row("outcore", "direct", stat(1.0), **read, disk_gbps=1.0, tokens=[1, 3])
+    read = {"engine_bytes_per_token": 8e8}
+    streamed = row("outcore", "direct", stat(0.5), **read, read_gbps=1.5, disk_gbps=2.0, tokens=[1, 2])
+    slow_disk = row("outcore", "direct", stat(1.0), **read, read_gbps=0.9, disk_gbps=1.0, tokens=[1, 3])
     theirs = row("mlx-lm", "none", stat(0.9), tokens=[1, 2])
     runner.compare(document(theirs, resident, streamed, slow_disk))
     assert (streamed.ceiling.disk_s, streamed.ceiling.compute_s, streamed.ceiling.ceiling_s) == (0.4, 0.4, 0.4)
@@ -281,7 +281,36 @@ def test_without_a_resident_row_the_ceiling_is_the_disk_and_says_so() -> None:
     for _ in range(2):
         runner.compare(document(plain))
     assert (plain.ceiling.ceiling_s, plain.same_tokens) == (0.8, None)
-    assert plain.notes == ["the ceiling counts disk time only, as nothing was measured with everything resident"]
+    assert plain.notes == [
+        "the ceiling counts disk time only: no row with everything resident was measured on a quiet machine"
+    ]
+
+
+def test_no_row_is_above_its_ceiling() -> None:
+    read = {"engine_bytes_per_token": 8e8, "disk_gbps": 1.0}
+    resident = row("outcore", "none", Stat(0.5, 0.4, 0.6, 3))
+    drifted = row("outcore", "direct", stat(0.55), **read, read_gbps=1.6)  # the disk was slower when it was measured
+    cached = row("outcore", "cached", stat(0.3), **read, read_gbps=1.0)  # reads that took no time of the row's
+    by_a_hair = row("outcore", "direct", stat(0.795), **read, read_gbps=1.0)
+    for _ in range(2):
+        runner.compare(document(resident, drifted, cached, by_a_hair))
+    assert (drifted.ceiling.ceiling_s, drifted.reading.disk_share) == (0.5, 1.0)
+    assert [note.partition(",")[0] for note in drifted.notes] == [
+        "the row read faster than the disk's measurements around it"
+    ]
+    assert (cached.ceiling.ceiling_s, cached.ceiling.efficiency) == (None, None)
+    assert len(cached.notes) == 1 and "the page cache helped; measure again" in cached.notes[0]
+    assert (by_a_hair.ceiling.ceiling_s, by_a_hair.ceiling.efficiency, by_a_hair.notes) == (0.795, 1.0, [])
+
+
+def test_a_busy_machine_gives_no_ceilings() -> None:
+    busy = [f"{BUSY} 100 % of the cores right before"]
+    read = {"engine_bytes_per_token": 8e8, "disk_gbps": 2.0}
+    resident = row("outcore", "none", stat(2.0), notes=busy)
+    quiet, loud = (row("outcore", "direct", stat(1.0), **read, notes=notes) for notes in ([], busy))
+    runner.compare(document(resident, quiet, loud))
+    assert (quiet.ceiling.compute_s, quiet.ceiling.efficiency) == (None, 0.4)  # 200 % with what the busy row took
+    assert (loud.ceiling.ceiling_s, loud.ceiling.efficiency, loud.notes) == (None, None, busy)
 
 
 def theirs(tiny: Path) -> Document:
@@ -333,6 +362,7 @@ def test_command_prints_a_table_and_ends_with_the_document(
         return subprocess.CompletedProcess(command, status, written.getvalue(), "")
 
     monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(run=child))
+    monkeypatch.setattr(jobs.psutil, "cpu_percent", lambda interval: 0.0)
     out = tmp_path / "result.json"
     flags = "--modes outcore --resident 0 --tokens 2 --prompt-tokens 4 --repeats 2 --warmup 0 --json"
     assert main(["bench", str(tiny), *flags.split(), "--output", str(out)]) == 0

@@ -130,9 +130,14 @@ def test_points_whose_repeats_overlap_are_as_fast_however_far_apart_their_median
     assert sentences([cell(10.0, 300, "direct", 2, 4), slow, far])[0].endswith("peak 300 B")
 
 
-def test_a_best_that_met_a_busy_machine_says_so() -> None:
-    busy = replace(cell(10.0, 300), notes=[f"{BUSY} 40 %"])
-    assert sentences([busy, cell(5.0, 200, "direct", 2, 4)])[0].endswith("; the machine was busy: measure again")
+def test_a_point_of_a_busy_machine_is_not_the_best() -> None:
+    busy, quiet = replace(cell(10.0, 300), notes=[f"{BUSY} 40 %"]), cell(5.0, 200, "direct", 2, 4)
+    best, note = sentences([busy, quiet])
+    assert (
+        best.startswith("Best: 200 B")
+        and note == "Note: 1 of 2 rows ran on a busy machine and do not count: measure again"
+    )
+    assert by_budget([busy]) == []
 
 
 def test_nothing_measured_has_no_verdict() -> None:

@@ -12,6 +12,7 @@ import pytest
 from outcore.cli.main import main
 from outcore_bench.document import (
     BUSY,
+    SCHEMA,
     BenchRow,
     Document,
     Inputs,
@@ -232,7 +233,7 @@ def test_a_matrix_is_a_table_of_all_points_and_its_best_row_of_each_budget_is_dr
     assert "memory" in {s.name for s in found}
     assert "makes 0.500 tokens per second" in summary(inputs)
     busy = read(tmp_path, matrix(busy=True))
-    assert "tokens per second" not in summary(busy) and "\\*" in markdown(summary(busy), sections(busy))
+    assert "tokens per second" not in markdown(summary(busy), sections(busy))
 
 
 def test_names_are_escaped() -> None:
@@ -263,17 +264,36 @@ def noisy(row: BenchRow) -> BenchRow:
     return dataclasses.replace(row, notes=[f"{BUSY} 40 % of the cores right before"])
 
 
-def test_no_headline_has_a_figure_of_a_busy_machine() -> None:
+def test_rows_of_a_busy_machine_are_nowhere_but_in_the_list_of_what_was_left_out() -> None:
     d = document()
     d.rows[4] = noisy(d.rows[4])
     told = summary(Inputs([d]))
-    assert "makes 0.597 tokens per second" in told and "0.489" not in told  # the next larger memory
-    assert "1 of 8 rows ran while the machine was busy" in told
-    assert "| outcore, 0 % resident \\* |" in text_of(d) and "do not quote this number" in text_of(d)
-    assert "do not quote this number" not in text_of(document())
-    d.rows[:5] = map(noisy, d.rows[:5])
-    told = summary(Inputs([d]))
-    assert "tokens per second" not in told
+    assert "makes 0.597 tokens per second" in told  # the next larger memory
+    assert "1 of 8 rows ran on a busy machine and are left out." in told
+    text, shown = text_of(d), page_of(d)
+    assert "0.489" not in text + shown and "| outcore, 0 % resident" not in text
+    assert shown.count("<circle") == page_of(document()).count("<circle") - 1
+    again = f"outcore, 0 % resident: {BUSY} 40 % of the cores right before. Stop them, then measure again: {d.command}"
+    assert f"## Left out\n\n- {again}" in text and f"<li>{again}</li>" in shown
+    assert "Left out" not in text_of(document())
+
+
+def test_a_report_of_a_busy_machine_alone_has_no_speed_at_all() -> None:
+    d = document()
+    d.rows[:-1] = map(noisy, d.rows[:-1])
+    assert names(d) == ["machines", "results", "left-out"] and "<svg" not in page_of(d)
+    assert "tokens per second" not in page_of(d) and "GB/s" not in page_of(d).partition("<h2>Results")[0]
+    d.rows = d.rows[:-1]
+    assert names(d) == ["machines", "left-out"]
+
+
+def test_no_stored_result_has_an_efficiency_above_1() -> None:
+    files = [
+        f for f in (Path(__file__).parents[1] / "benchmarks/results").glob("*.json") if f'"{SCHEMA}"' in f.read_text()
+    ]
+    rows = [row for d in read_inputs(files).documents for row in d.rows]
+    assert any((row.ceiling.efficiency or 0) > 0.99 for row in rows)
+    assert all((row.ceiling.efficiency or 0) <= 1 and (row.reading.disk_share or 0) <= 1 for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ from outcore.machine.memory import last_resort
 from outcore.plan.planner import resident_budget
 from outcore.sizes import format_size
 
-from .commands import AUTO, OUTCORE
+from .commands import AUTO
 from .disk import describe, machine, weight_files
-from .document import BenchRow, Document, writable, write_record
+from .document import BenchRow, Document, set_ceilings, writable, write_record
 from .jobs import (
     BenchJob,
     BenchSettings,
@@ -123,8 +123,6 @@ def rich_table(table: ReportTable, width: int) -> Table:
 # Called with the label of the row that begins, the number of rows that are done, and the number of all rows.
 Progress = Callable[[str, int, int], None]
 
-DISK_ALONE = "the ceiling counts disk time only, as nothing was measured with everything resident"
-
 
 def bench(
     folder: Path,
@@ -197,32 +195,12 @@ class Runner:
 
 def compare(document: Document) -> None:
     """Fills in the values for which several rows are needed: ceilings, and whether tokens equal mlx-lm's."""
+    set_ceilings(document)
     good = [row for row in document.rows if row.error is None]
-    resident = {
-        row.setting.batch: row.speed.s_per_token for row in good if row.mode == OUTCORE and row.setting.io == "none"
-    }
     reference = {row.setting.batch: row.tokens for row in good if row.mode == "mlx-lm"}
     for row in good:
-        batch, reading, ceiling = row.setting.batch, row.reading, row.ceiling
-        if row.mode != "mlx-lm" and batch in reference:
-            row.same_tokens = row.tokens == reference[batch]
-        if row.setting.io in (None, "none") or row.speed.s_per_token is None:
-            continue
-        measured = row.speed.s_per_token.median
-        if reading.disk_gbps is not None:
-            # Bytes that had to be read per token: counted by the engine, or else all layers once for a token of each
-            # sequence. The system's count would include pages that the kernel reads ahead in vain.
-            nbytes = reading.engine_bytes_per_token
-            nbytes = document.model.layer_bytes / batch if nbytes is None else nbytes
-            ceiling.disk_s = nbytes / reading.disk_gbps / 1e9
-            reading.disk_share = reading.read_gbps / reading.disk_gbps if reading.read_gbps is not None else None
-        # The fastest repeat, because other programs can only slow repeats down and must not change the ceiling.
-        base = resident.get(batch)
-        ceiling.compute_s = base.least if base is not None else None
-        known = [s for s in (ceiling.disk_s, ceiling.compute_s) if s is not None]
-        ceiling.ceiling_s = max(known, default=None)
-        ceiling.efficiency = max(known) / measured if known else None
-        row.notes = [note for note in row.notes if note != DISK_ALONE] + [DISK_ALONE] * (base is None)
+        if row.mode != "mlx-lm" and row.setting.batch in reference:
+            row.same_tokens = row.tokens == reference[row.setting.batch]
 
 
 def vocabulary(prepared: Preparation) -> int:

@@ -21,10 +21,15 @@ from outcore.errors import OutcoreError, UsageError
 from outcore.machine.small_files import INDEX_BYTES, parse_json, read_small
 from outcore.text import one_line
 
+from .commands import OUTCORE
+
 SCHEMA = "outcore-bench/1"
 
 # How a row's note begins if other programs kept the machine busy, so that its numbers are not reliable.
 BUSY = "other programs used"
+
+# Times count as equal if they differ by at most this fraction.
+TIE = 0.02
 
 T = TypeVar("T")
 
@@ -212,7 +217,49 @@ class Document:
     def of(raw: Mapping[str, Any]) -> Document:
         """Parses a document; raises KeyError, TypeError or ValueError if it is incomplete."""
         rows = [BenchRow.of(row) for row in raw["rows"]]
-        return replace(validated(Document, {**raw, "rows": []}), rows=rows)
+        document = replace(validated(Document, {**raw, "rows": []}), rows=rows)
+        set_ceilings(document)  # by today's rules: older files have efficiencies above 1
+        return document
+
+
+DISK_ALONE = "the ceiling counts disk time only: no row with everything resident was measured on a quiet machine"
+OWN_RATE = "the row read faster than the disk's measurements around it, so its own rate is the ceiling"
+BEATEN = (
+    "the row was faster than its ceiling, which is left out: the machine was slower when the ceiling was measured, or "
+    "the page cache helped; measure again with more repeats"
+)
+
+
+def set_ceilings(document: Document) -> None:
+    """Fills in ceilings and efficiencies. A row of a busy machine has none, and is not the ceiling of others."""
+    timed = [row for row in document.rows if row.error is None and row.speed.s_per_token is not None]
+    quiet = [row for row in timed if (row.mode, row.setting.io) == (OUTCORE, "none") and not row.busy]
+    resident = {row.setting.batch: row.speed.s_per_token for row in quiet}
+    for row in timed:
+        if row.setting.io in (None, "none") or row.speed.s_per_token is None:
+            continue
+        batch, reading, ceiling, notes = row.setting.batch, row.reading, row.ceiling, []
+        measured, rate = row.speed.s_per_token.median, reading.disk_gbps
+        if rate is not None:
+            # Bytes that had to be read per token: counted by the engine, or else all layers once for a token of each
+            # sequence. The system's count would include pages that the kernel reads ahead in vain.
+            nbytes = reading.engine_bytes_per_token
+            nbytes = document.model.layer_bytes / batch if nbytes is None else nbytes
+            if reading.read_gbps is not None and reading.read_gbps > rate:
+                rate, notes = reading.read_gbps, [OWN_RATE]
+            ceiling.disk_s = nbytes / rate / 1e9
+            reading.disk_share = reading.read_gbps / rate if reading.read_gbps is not None else None
+        # The fastest repeat, because other programs can only slow repeats down and must not change the ceiling.
+        base = resident.get(batch)
+        ceiling.compute_s = base.least if base is not None else None
+        notes += [DISK_ALONE] * (base is None)
+        known = max((s for s in (ceiling.disk_s, ceiling.compute_s) if s is not None), default=None)
+        if known is not None and known > (1 + TIE) * measured:
+            known, notes = None, [BEATEN]
+        ceiling.ceiling_s = None if row.busy or known is None else min(known, measured)
+        ceiling.efficiency = None if ceiling.ceiling_s is None else ceiling.ceiling_s / measured
+        row.notes = [note for note in row.notes if note not in (DISK_ALONE, OWN_RATE, BEATEN)]
+        row.notes += [] if row.busy else notes
 
 
 def writable(path: Path) -> Path:

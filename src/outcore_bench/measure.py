@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,23 +15,25 @@ import mlx_lm.utils
 from mlx_lm.generate import BatchGenerator, generation_stream, wired_limit
 from mlx_lm.generate import generate_step as resident_step
 
-from outcore.checkpoint.checkpoint import TensorInfo, open_checkpoint
-from outcore.checkpoint.lazy_model import open_lazily
+from outcore.checkpoint.checkpoint import TensorInfo
+from outcore.checkpoint.lazy_model import LazyModel
+from outcore.checkpoint.manifest import MANIFEST, read_manifest
+from outcore.checkpoint.pack import pack_overlay
 from outcore.decode.generate import generate_step
 from outcore.decode.loader import load_model
+from outcore.decode.preparation import prepare
 from outcore.disk.metrics import Metrics
 from outcore.engine.session import Session
-from outcore.errors import UnsupportedModelError
 from outcore.machine.allocator import clear_cache
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.machine.memory import peak_rss
 from outcore.modules.hooks import absent, arrays_in, put, swap, unswap
-from outcore.modules.layers import Layer, find_layers
+from outcore.modules.layers import Layer
 from outcore.options import LoadOptions
 from outcore.plan.planner import PREFILL_STEP
 
 from .commands import AUTO, OUTCORE
-from .disk import drop_page_cache, weight_files
+from .disk import drop_page_cache
 from .document import BenchRow, Reading, RowSetting, Speed, Stat, Use
 from .jobs import BenchJob
 
@@ -46,11 +48,9 @@ def prompt_ids(n: int, sequence: int = 0, vocabulary: int = 128) -> list[int]:
 
 def measure(job: BenchJob, clock: Callable[[], float] = time.perf_counter) -> BenchRow:
     """Measures a row. Raises OutcoreError if the job's mode cannot load the model."""
-    files = weight_files(Path(job.folder))
     loop = LOOPS[job.mode](job)
     try:
-        read = _streamed_files(loop) or files
-        cold = read if loop.io == "cached" else ()
+        cold = (loop.files or _streamed_files(loop)) if loop.io == "cached" else ()
         for _ in range(job.run.warmup):
             _repeat(job, loop, 1, cold, clock)
         row = _row(job, loop, [_repeat(job, loop, job.run.tokens, cold, clock) for _ in range(job.run.repeats)])
@@ -165,13 +165,15 @@ Steps = Callable[[Sequence[Sequence[int]], int], Generator[list[int], None, None
 
 @dataclass
 class Loop:
-    """A loaded model and its token loop. ``io``: how weights are read: ``direct``, ``cached`` or ``none``."""
+    """A loaded model and its token loop. ``io``: how weights are read: ``direct``, ``cached`` or ``none``; ``files``:
+    which files, if the session does not know."""
 
     model: Any
     steps: Steps
     io: str = "none"
     session: Session | None = None
     close: Callable[[], None] = lambda: None
+    files: Sequence[Path] = ()
 
 
 def mlx_lm_steps(model: Any, prefill_step: int = PREFILL_STEP, one: Callable[..., Any] = resident_step) -> Steps:
@@ -216,7 +218,7 @@ def _open_plain(job: BenchJob) -> Loop:
     options = {"model_config": run.model_config, "trust_remote_code": run.trust_remote_code}
     plain = NaiveStreaming(Path(job.folder), dtype, **options)
     steps = mlx_lm_steps(plain.model, run.prefill_step_size or PREFILL_STEP)
-    return Loop(plain.model, steps, "cached", None, plain.close)
+    return Loop(plain.model, steps, "cached", None, plain.close, plain.files)
 
 
 def _open_outcore(job: BenchJob) -> Loop:
@@ -247,7 +249,7 @@ LOOPS: dict[str, Callable[[BenchJob], Loop]] = {"mlx-lm": _open_mlx_lm, "plain":
 
 
 class NaiveStreaming:
-    """Loads a layer's weights each time the layer is called.
+    """Loads a layer's weights each time the layer is called; a layer that is never called as a whole is resident.
 
     Args:
         dtype: the dtype to compute in; None: the checkpoint's.
@@ -255,27 +257,24 @@ class NaiveStreaming:
 
     Attributes:
         model: a model for mlx-lm's functions. 1-D parameters and all weights outside of layers stay in memory.
+        files: what layers are read from.
 
     Raises:
-        UnsupportedModelError: mlx-lm changes layers' parameters on loading, so they cannot be loaded one by one.
+        OutcoreError: as ``prepare`` does.
     """
 
     def __init__(self, folder: Path, dtype: mx.Dtype | None = None, **options: Any) -> None:
-        lazy = open_lazily(open_checkpoint(folder), **options)
+        profile = prepare(folder, least=True, **options).profile
+        lazy, where = profile.lazy, profile.place.where
+        pack_overlay(lazy, profile.layers, profile.overlay)  # what mlx-lm changes on loading
         self.model = lazy.model
         if dtype is not None:
             self.model.set_dtype(dtype)
-        self._layers = find_layers(self.model)
+        self._layers = [layer for i, layer in enumerate(profile.layers) if i in profile.order]
+        self.files = sorted({where[f"{layer.path}.{p.path}"].file for layer in self._layers for p in layer.parameters})
         for layer in self._layers:
-            paths = [f"{layer.path}.{p.path}" for p in layer.parameters]
-            changed = [path for path in paths if path not in lazy.origins]
-            if changed:
-                raise UnsupportedModelError(
-                    f"{folder}: mlx-lm changes {changed[0]} when it loads it; save the model with mlx_lm.convert first"
-                )
-            places = [lazy.origins[path] for path in paths]
             put(layer.parameters, absent([p.array for p in layer.parameters]))
-            swap(layer.module, "Plain", _loading(layer, places))
+            swap(layer.module, "Plain", _loading(layer, where, lazy))
         mx.eval(self.model.parameters())
 
     def close(self) -> None:
@@ -283,15 +282,20 @@ class NaiveStreaming:
             unswap(layer.module)
 
 
-def _loading(layer: Layer, places: Sequence[TensorInfo]) -> Callable[..., Any]:
+def _loading(layer: Layer, where: Mapping[str, TensorInfo], lazy: LazyModel) -> Callable[..., Any]:
     nothing = absent([p.array for p in layer.parameters])
     dtypes = [p.array.dtype for p in layer.parameters]
-    files = sorted({place.file for place in places})
+    paths = [f"{layer.path}.{p.path}" for p in layer.parameters]
+    files, decoders = sorted({where[path].file for path in paths}), lazy.decoders
+    codings = read_manifest(lazy.checkpoint.folder / MANIFEST).codings if decoders else {}
+    names = [codings[path].name(path) if path in codings else where[path].name for path in paths]
 
     def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         shards: dict[Path, Any] = {file: mx.load(str(file)) for file in files}
-        weights = [shards[place.file][place.name].astype(dtype) for place, dtype in zip(places, dtypes, strict=True)]
-        del shards
+        stored = [shards[where[path].file][name] for path, name in zip(paths, names, strict=True)]
+        plain = (decoders[path].decode(a) if path in decoders else a for path, a in zip(paths, stored, strict=True))
+        weights = [a.astype(dtype) for a, dtype in zip(plain, dtypes, strict=True)]
+        del shards, stored, plain
         mx.eval(weights)
         put(layer.parameters, weights)
         try:

@@ -28,7 +28,9 @@ def run(args: argparse.Namespace) -> None:
     if text_file:
         _write(text_file, markdown(begin, drawn))
     rows = sum(len(d.rows) for d in inputs.documents)
-    print(f"{printable(str(html_file))}: {rows} rows of {len(args.results)} files")
+    busy = sum(row.busy for d in inputs.documents for row in d.rows)
+    left = f"; {busy} left out, because the machine was busy" if busy else ""
+    print(f"{printable(str(html_file))}: {rows} rows of {len(args.results)} files{left}")
     args.result.record = {
         "html": str(html_file),
         "markdown": str(text_file) if text_file else None,

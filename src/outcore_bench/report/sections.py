@@ -36,19 +36,24 @@ class Section:
 
 
 def sections(inputs: Inputs) -> list[Section]:
-    documents = [replace(d, rows=sorted(d.rows, key=place)) if _is_matrix(d) else d for d in inputs.documents]
-    text = tables.LEGEND + tables.BUSY_LEGEND * any(r.busy for d in documents for r in d.rows)
+    documents = [replace(d, rows=sorted(d.rows, key=place)) if _is_matrix(d) else d for d in _quiet(inputs)]
     many = "s" * (len(documents) > 1)
     verdicts = tuple(line for d in documents if _is_matrix(d) for line in sentences(d.rows))
     main = tables.main_table(documents)
     charts = [_chart(d, document_name(d, documents) if many else "") for d in _best(documents)]
     found = [
         Section("machines", f"Machine{many}", "", tables.machines_table(documents)),
-        Section("results", "Results", text, main, verdict=verdicts, notes=tables.notes(documents)),
+        Section("results", "Results", tables.LEGEND, main, verdict=verdicts, notes=tables.notes(documents)),
         Section("memory", "Speed against memory", charts=tuple(chart for chart in charts if chart is not None)),
         Section("perplexity", "Perplexity", "", tables.perplexity_table(inputs.perplexities)),
+        Section("left-out", "Left out", verdict=tables.left_out(inputs.documents)),
     ]
-    return [s for s in found if s.table or s.charts]
+    return [s for s in found if s.table or s.charts or s.verdict]
+
+
+def _quiet(inputs: Inputs) -> list[Document]:
+    """The documents without the rows of a busy machine, of which a report tells no number."""
+    return [replace(d, rows=[r for r in d.rows if not r.busy]) for d in inputs.documents]
 
 
 def _is_matrix(document: Document) -> bool:
@@ -79,7 +84,7 @@ def _chart(document: Document, heading: str) -> Chart | None:
 
 
 def summary(inputs: Inputs) -> str:
-    headlines = [(d, row) for d in _best(inputs.documents) if (row := _headline(d)) is not None]
+    headlines = [(d, row) for d in _best(_quiet(inputs)) if (row := _headline(d)) is not None]
     fullest = {}
     for d, row in sorted(headlines, key=lambda pair: (len(pair[0].rows), pair[0].model.nbytes)):
         fullest[tables.machine_name(d.machine)] = _sentence(d, row)
@@ -89,7 +94,6 @@ def summary(inputs: Inputs) -> str:
 
 def _headline(document: Document) -> BenchRow | None:
     rows = [r for r in document.rows if r.mode == "outcore" and r.error is None and speed(r) and streams(r)]
-    rows = [r for r in rows if not r.busy]
     return min(rows, key=lambda r: r.use.peak_memory_bytes or r.setting.budget_bytes or float("inf"), default=None)
 
 
@@ -110,7 +114,7 @@ def _checks(inputs: Inputs) -> list[str]:
     elif compared:
         out.append(f"All {len(compared)} rows that were compared gave mlx-lm's tokens.")
     if busy:
-        out.append(f"{busy} of {len(rows)} rows ran while the machine was busy; their speeds are not quoted here.")
+        out.append(f"{busy} of {len(rows)} rows ran on a busy machine and are left out.")
     if failed:
         out.append(f"{failed} of {len(rows)} rows failed.")
     return out

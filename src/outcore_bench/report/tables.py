@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from outcore.checks import parse_size
 from outcore.sizes import format_size
 
-from ..document import BenchRow, Document, Machine, Perplexities, Stat
+from ..document import BUSY, TIE, BenchRow, Document, Machine, Perplexities, Stat
 
 NOTHING = ""
 LEGEND = (
@@ -17,7 +17,9 @@ LEGEND = (
     "the computation, whichever is slower, allows. Stall: share of the time spent waiting for reads. SSD: rate while "
     "reading (as a share of plain parallel reads)."
 )
-BUSY_LEGEND = " *: other programs used the machine right before; do not quote this number."
+BUSY_LEGEND = (
+    " *: other programs used the machine right before: stop them and measure again; reports leave such rows out."
+)
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,16 @@ def notes(documents: Sequence[Document]) -> tuple[str, ...]:
     return tuple(f"{heading}{'; '.join(which)}: {note}" for (heading, note), which in found.items())
 
 
+def left_out(documents: Sequence[Document]) -> tuple[str, ...]:
+    """For each document, which rows of a busy machine a report leaves out, why, and how to measure them again."""
+    lines = []
+    for d in documents:
+        said = [line for line in notes([d]) if f": {BUSY}" in line]
+        heading = f"{document_name(d, documents)}: " * (len(documents) > 1)
+        lines += [f"{heading}{'. '.join(said)}. Stop them, then measure again: {d.command}"] * bool(said)
+    return tuple(lines)
+
+
 def main_table(documents: Sequence[Document]) -> ReportTable | None:
     lines: list[Line] = []
     for d in documents:
@@ -201,13 +213,10 @@ def perplexity_table(perplexities: Sequence[Perplexities]) -> ReportTable | None
     return ReportTable(columns, tuple(lines), text=("Weights in",)).without_empty_columns() if lines else None
 
 
-# Rows count as equally fast if their times per token differ by at most this fraction.
-TIE = 0.02
-
-
 def start(rows: Sequence[BenchRow]) -> BenchRow | None:
-    """Returns, of the rows within ``TIE`` of the fastest, the one with the least memory, then threads, then slots."""
-    measured = [r for r in rows if r.error is None and r.speed.s_per_token is not None]
+    """Returns, of the rows within ``TIE`` of the fastest, the one with the least memory, then threads, then slots;
+    rows of a busy machine do not count."""
+    measured = [r for r in rows if r.error is None and r.speed.s_per_token is not None and not r.busy]
     limit = (1 + TIE) * min(map(_seconds, measured), default=0.0)
     fast = [r for r in measured if _seconds(r) <= limit]
     return min(fast, key=lambda r: (_memory(r), r.setting.threads or 0, r.setting.slots or 0), default=None)
@@ -225,15 +234,14 @@ def sentences(rows: Sequence[BenchRow]) -> list[str]:
         peak = first.use.peak_memory_bytes
         best = f"Best: {first.label}: {1 / _seconds(first):.3g} tokens/s, {_seconds(first):.3g} s per token"
         best += f", peak {format_size(peak)}" if peak is not None else ""
-        best += "; the machine was busy: measure again" if first.busy else ""
-        same = sum(r is not first and r.error is None and _as_fast(r, first) for r in rows)
+        same = sum(r is not first and r.error is None and not r.busy and _as_fast(r, first) for r in rows)
         lines.append(
             best + (f"; {same} more are as fast (within {100 * TIE:.0f} %, or their repeats overlap)" if same else "")
         )
     if errors := [r for r in rows if r.error is not None]:
         lines.append(f"No numbers: {len(errors)} of {len(rows)} rows; {errors[0].label}: {errors[0].error}")
     if busy := sum(r.busy for r in rows):
-        lines.append(f"Note: {busy} of {len(rows)} rows ran while the machine was busy; do not quote their numbers")
+        lines.append(f"Note: {busy} of {len(rows)} rows ran on a busy machine and do not count: measure again")
     return lines
 
 
