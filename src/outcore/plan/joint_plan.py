@@ -210,7 +210,7 @@ class Planning:
         also = ""
         if self.draft is not None and self.kind != AUTO:
             weights = f" (its weights take {format_size(self.draft.weights)})" if self.draft.weights else ""
-            also = f", and {called('draft')} {self.draft.name}{weights}"
+            also = f" and {called('draft')} {self.draft.name}{weights}"
         return refusal(self.size, budget, self.smallest, self.options.get("resident"), also)
 
 

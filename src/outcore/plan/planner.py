@@ -241,9 +241,9 @@ def refusal(size: ModelSize, budget: int, least: int, resident: int | None = Non
         also: appended to what the budget has to cover.
     """
     what = f" with {counted(resident, 'resident layer')}" if resident else ""
-    what += f" and a context of {size.context} tokens"
-    what += f", {size.prompt} of them a prompt's" if size.prompt < size.context else ""
-    what += f" (fewer need less: {called('context')}, {called('prompt')})"
+    texts = f"a context of {size.context} tokens"
+    texts += f", {size.prompt} of them the prompt's" if size.prompt < size.context else ""
+    texts += f"; fewer need less ({called('context')}, {called('prompt')})"
     stay = ""
     if needed := [n for n in map(smallest_slot, size.layers) if n > size.most_unit]:
         stay = (
@@ -256,7 +256,7 @@ def refusal(size: ModelSize, budget: int, least: int, resident: int | None = Non
         few = f' ({memory}={budget} is {budget} bytes: write {memory}="{budget}{unit}")'
     return (
         f"a budget of {format_size(budget)}{few} is too small for this model{what}{also}: "
-        f"the smallest that works is {format_size(least, round_up=True)}{stay}"
+        f"the smallest that works is {format_size(least, round_up=True)}{stay} for {texts}"
     )
 
 
