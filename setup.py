@@ -17,7 +17,7 @@ def for_index(text: str, base: str) -> str:
     def link(match: re.Match[str]) -> str:
         if not base:
             return "" if match["image"] else match["words"]
-        return f"{match['image']}[{match['words']}]({base}{match['path']})"
+        return f"{match['image']}[{match['words']}]({base}{match['path']}{'?raw=true' if match['image'] else ''})"
 
     # Odd parts are code.
     parts = CODE.split(text)

@@ -64,7 +64,7 @@ def test_links_on_the_package_index_have_an_address_or_are_words() -> None:
     index = runpy.run_path(str(ROOT / "setup.py"))["for_index"]
     assert index(text, "") == "See a, [b](https://h/b) and [c](#d). " + code
     assert index(text, "https://h/o/").startswith(
-        "See [a](https://h/o/docs/a.md#b), [b](https://h/b) and [c](#d). ![p](https://h/o/p.png)"
+        "See [a](https://h/o/docs/a.md#b), [b](https://h/b) and [c](#d). ![p](https://h/o/p.png?raw=true)"
     )
     assert index(text, "https://h/o/").endswith(code)
 
