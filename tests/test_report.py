@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,15 @@ def test_the_page_holds_everything_it_shows() -> None:
     # Colours are the page's, or a dark page would show light ones; text is text.
     assert set(re.findall(r'(?:fill|stroke)="([^"v]*)', text)) <= {"none", ""}
     assert "<text" in text and "prefers-color-scheme: dark" in text
+
+
+def test_axes_have_round_numbers() -> None:
+    found = [
+        [t.text for t in ElementTree.fromstring(svg).iter("text")]
+        for svg in re.findall("<svg.*?</svg>", page_of(document()))
+    ]
+    labels = [text for text in found[0] if re.fullmatch(r"[\d.]+", text or "")]
+    assert labels == ["0", "0.5", "1", "0", "2", "4", "6", "8"]  # up to 1.47 tokens per second, and 9.12 GB
 
 
 def noisy(row: BenchRow) -> BenchRow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -121,8 +122,8 @@ def _checks(inputs: Inputs) -> list[str]:
 
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 460, 300, 44, 36
-# Grid lines and labels of each axis, not counting 0.
-STEPS = 4
+# Most grid lines and labels of each axis, not counting 0.
+STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -156,12 +157,19 @@ def curves_chart(title: str, curves: Sequence[ChartCurve], x_label: str) -> str:
             yield f'<path d="M{left:.1f} {low:.1f}V{high:.1f}" stroke="var({curve.colour})"/>'
 
     parts = [text(LEFT, 14, "tokens per second"), text(WIDTH - 16, HEIGHT - 4, x_label, "end")]
-    for i in range(STEPS + 1):
-        x, y = at(most_x * i / STEPS, most_y * i / STEPS)
+    for value in _ticks(most_y):
+        y = at(0, value)[1]
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 16}" stroke="var(--grid)"/>')
-        parts.append(text(LEFT - 4, y + 4, f"{most_y * i / STEPS:.3g}", "end"))
-        parts.append(text(x, foot + 16, f"{most_x * i / STEPS:.3g}", "middle"))
+        parts.append(text(LEFT - 4, y + 4, f"{value:.3g}", "end"))
+    parts += [text(at(value, 0)[0], foot + 16, f"{value:.3g}", "middle") for value in _ticks(most_x)]
     for i, curve in enumerate(curves):
         parts += [*drawn(curve), text(LEFT, HEIGHT + 14 + 16 * i, curve.name, colour=curve.colour)]
     box = f'viewBox="0 0 {WIDTH} {HEIGHT + legend + 4}"'
     return f'<svg {box} role="img" aria-label="{escape(shown(title))}">{"".join(parts)}</svg>'
+
+
+def _ticks(most: float) -> list[float]:
+    """Round numbers from 0 to ``most``: multiples of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(most / STEPS))
+    step = next(n * power for n in (1, 2, 5, 10) if n * power * STEPS >= most)
+    return [i * step for i in range(int(most / step) + 1)]

@@ -104,7 +104,7 @@ def machine_name(machine: Machine) -> str:
 
 
 def document_name(document: Document, documents: Sequence[Document]) -> str:
-    names = (document.model.name, machine_name(document.machine), document.created)
+    names = (document.model.name, machine_name(document.machine), document.created[:16].replace("T", " "))
     return " · ".join(names if len(documents) > 1 else names[:1])
 
 
