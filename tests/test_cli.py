@@ -17,6 +17,7 @@ from typing import Any
 import mlx_lm
 import pytest
 
+import outcore
 import zoo
 from interrupts import heard
 from outcore.cli.main import main
@@ -192,6 +193,20 @@ def test_a_broken_model_is_one_line(
     for command in (["generate", "-p", "hi", "--model"], ["info"], ["pack"]):
         status, _, err = run(capsys, *command, str(broken))
         assert status == 1 and says in err and err.count("\n") == 1, err
+
+
+def test_a_model_without_a_tokenizer_is_refused_alike_everywhere(
+    capsys: pytest.CaptureFixture[str], broken: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would make a tokenizer of its special tokens alone: a prompt would be empty, an answer too."""
+    (broken / "tokenizer.json").unlink()
+    monkeypatch.setattr("outcore.decode.loader.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    for words in (["generate", "-p", "hi"], ["chat"], ["serve", "--port", "0"]):
+        status, out, err = run(capsys, *words, "--model", str(broken))
+        says = f"no tokenizer.json in {broken}; download it again\n"
+        assert (status, out, err) == (1, "", f"outcore {words[0]}: {says}")
+    with pytest.raises(outcore.MissingFileError, match=f"no tokenizer.json in {broken}; download it again"):
+        outcore.load(str(broken))
 
 
 def test_code_that_comes_with_a_model_runs_only_when_allowed(capsys: pytest.CaptureFixture[str], broken: Path) -> None:

@@ -81,6 +81,16 @@ def download(repo: str, revision: str | None) -> Path:
         raise MissingFileError(f"{quoted(repo)}: {what}") from error
 
 
+# Files of which every tokenizer has one: its vocabulary, or the code that makes it.
+_VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "*tokeniz*.py")
+
+
+def require_tokenizer(folder: Path) -> None:
+    """Refuse a folder without a vocabulary, of which transformers makes a tokenizer that knows no words."""
+    if not any(path.exists() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
+        raise MissingFileError(f"no tokenizer.json in {folder}; download it again")
+
+
 def name_of(folder: Path) -> str:
     """Return a model's display name: its Hub name if the folder lies in the Hub's cache, else the folder's name."""
     if folder.parent.name != "snapshots":

@@ -13,6 +13,7 @@ from ..errors import CheckpointError, OutcoreError, PromptError, UsageError
 from ..modules.mlx_lm_tokenizer import inner_tokenizer
 from ..text import half_character, one_line, shortened
 from .checkpoint import CONFIG, check_files
+from .find_model import require_tokenizer
 
 
 def load_tokenizer(
@@ -30,6 +31,7 @@ def load_tokenizer(
         UsageError: the tokenizer does not have a token of ``extra_eos``.
     """
     check_files(folder)
+    require_tokenizer(folder)
     try:
         if eos is None and (folder / CONFIG).exists():
             eos = mlx_lm.utils.load_config(folder).get("eos_token_id")

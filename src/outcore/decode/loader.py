@@ -12,7 +12,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..calibration.first_use import check_machine
-from ..checkpoint.find_model import resolve_model
+from ..checkpoint.find_model import require_tokenizer, resolve_model
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import refuse_unknown
 from ..engine.binding import Progress
@@ -80,6 +80,7 @@ def load_with_tokenizer(
     tokenizer_config: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
+    require_tokenizer(folder)  # before the weights are read
     model, config = load_model(folder, options, progress=progress)
     try:
         extra = {"trust_remote_code": options.trust_remote_code, **(tokenizer_config or {})}

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
-from ..checkpoint.find_model import resolve_model
+from ..checkpoint.find_model import require_tokenizer, resolve_model
 from ..checkpoint.positions import config_of, longest_context
 from ..decode.passes import generating
 from ..decode.scheduler import Scheduler
@@ -98,6 +98,7 @@ class Shelf:
         for model in [*named, *inside]:
             # A model that cannot be opened fails the start, or is skipped if it was found in a folder of models.
             try:
+                require_tokenizer(model.folder)
                 assert model.card
             except OutcoreError:
                 if model in named:
