@@ -41,6 +41,7 @@ class Tab:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """A command of the protocol, and its result."""
@@ -74,8 +75,9 @@ class Tab:
 
     def open(self, url: str) -> None:
         """Go there, as by typing."""
+        self.run("window.left = true")
         self.call("Page.navigate", url=url)
-        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.until("!window.left && document.readyState === 'complete'")
 
     def press(self, key: str, text: str = "", modifiers: int = 0) -> None:
         """A key, held with 1 Alt, 2 Control, 4 Meta, 8 Shift."""
@@ -116,9 +118,8 @@ class Tab:
             self.violations.append(f"dialog: {params['message']}")
         elif event["method"] == "Runtime.exceptionThrown":
             self.violations.append(str(params["exceptionDetails"]))
-        elif event["method"] == "Log.entryAdded":
-            if params["entry"]["source"] in ("security", "javascript", "violation"):
-                self.violations.append(params["entry"]["text"])
+        elif event["method"] == "Log.entryAdded" and params["entry"]["source"] != "network":
+            self.violations.append(params["entry"]["text"])
 
 
 @contextmanager
@@ -136,7 +137,9 @@ def opened(program: str, folder: Path) -> Iterator[Tab]:
     os.close(there)
     os.close(from_there)
     try:
-        yield Tab(to, back)
+        tab = Tab(to, back)
+        yield tab
+        tab.call("Browser.close")
     finally:
         os.close(to)
         try:

@@ -163,10 +163,20 @@ function showTools(message, view) {
   }
   view.tools.replaceChildren(...tools);
 }
+// The end stays in sight until somebody scrolls away from it. Messages out of sight have heights that are guessed, so that
+// the end is looked for once more when they are drawn.
+let following = true;
 function down(always) {
-  const talk = $("talk");
-  if (always || talk.scrollHeight - talk.scrollTop - talk.clientHeight < 120) talk.scrollTop = talk.scrollHeight;
+  following = following || always;
+  const end = () => { if (following) $("talk").scrollTop = $("talk").scrollHeight; };
+  end();
+  requestAnimationFrame(end);
 }
+function scrolled() {
+  const talk = $("talk");
+  requestAnimationFrame(() => { following = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 80; });
+}
+for (const kind of ["wheel", "touchmove", "keyup", "pointerup"]) $("talk").addEventListener(kind, scrolled, {passive: true});
 
 function edit(message) {
   const view = views.get(message), field = element("textarea"), row = element("div", "tools"), mine = message.role === "user";
@@ -230,7 +240,7 @@ async function answer(one, message = null) {
     one.messages.push(message);
     if (one === chat) $("talk").append(messageView(message));
   }
-  Object.assign(message, {wrong: "", cut: false});
+  Object.assign(message, {wrong: "", cut: true});  // until it has ended
   const run = {began: performance.now(), first: 0, pieces: 0, stalled: stalledSeconds(), kept: Date.now(), end: null};
   answers.set(one.id, stop);
   showSend();
@@ -242,12 +252,12 @@ async function answer(one, message = null) {
   down(true);
   try {
     await stream(one, message, body, stop.signal, run);
-    if (run.end === "length") message.cut = true;
+    message.cut = run.end === "length";
     message.about = figures(message, run);
   } catch (e) {
-    message.cut = e.name === "AbortError";
-    message.about = message.cut ? "stopped" : "";
-    if (!message.cut) message.wrong = e.message || "The connection was lost.";
+    const stopped = e.name === "AbortError";
+    message.about = stopped ? "stopped" : "";
+    if (!stopped) message.wrong = e.message || "The connection was lost.";
   }
   clearInterval(ticking);
   answers.delete(one.id);
@@ -276,7 +286,7 @@ async function stream(one, message, body, signal, run) {
     }
     draw(one, message);
     // A page that is closed in the middle of an answer finds what there was.
-    if (Date.now() - run.kept > 2000) { run.kept = Date.now(); keep(one).catch(() => {}); }
+    if (Date.now() - run.kept > 1000) { run.kept = Date.now(); keep(one).catch(() => {}); }
   }
   if (!run.end) throw new Error("The server ended in the middle of the answer.");
 }
@@ -427,11 +437,11 @@ function showSettings() {
   for (const field of ["system", "temperature", "tokens"]) $(field).value = chat[field];
   $("settings").showModal();
 }
-$("settings").addEventListener("close", () => {
+$("settings").addEventListener("input", () => {
   const number = field => $(field).value !== "" && $(field).validity.valid ? $(field).valueAsNumber : "";
   Object.assign(chat, {system: $("system").value, temperature: number("temperature"), tokens: number("tokens")});
-  if (chats.includes(chat)) save(chat);
 });
+$("settings").addEventListener("close", () => { if (chats.includes(chat)) save(chat); });
 $("settings-open").addEventListener("click", showSettings);
 $("help-open").addEventListener("click", () => $("help").showModal());
 $("new").addEventListener("click", openNew);
@@ -440,11 +450,20 @@ $("model").addEventListener("change", () => {
   chat.model = $("model").value;
   if (chats.includes(chat)) save(chat);
 });
-function toggling(id, name) {
-  $(id).addEventListener("click", () => $(id).setAttribute("aria-expanded", document.body.classList.toggle(name)));
+// What the page remembers beside conversations; not every browser lets it.
+function remembered(name, value) {
+  try {
+    if (value !== undefined) localStorage.setItem("outcore-" + name, value);
+    return localStorage.getItem("outcore-" + name);
+  } catch { return null; }
 }
-toggling("menu", "menu");
-toggling("all", "all");
+for (const name of ["menu", "all"]) {
+  $(name).addEventListener("click", () => {
+    const shown = document.body.classList.toggle(name);
+    $(name).setAttribute("aria-expanded", shown);
+    if (name === "all") remembered(name, shown);
+  });
+}
 document.addEventListener("keydown", event => {
   const command = (event.ctrlKey || event.metaKey) && !event.altKey, letter = event.key.toLowerCase();
   const does = command && event.shiftKey ? {o: openNew, s: showSettings}[letter] :
@@ -455,7 +474,6 @@ document.addEventListener("keydown", event => {
   }
 });
 addEventListener("popstate", openByAddress);
-addEventListener("pagehide", () => { for (const one of chats) if (answers.has(one.id)) keep(one).catch(() => {}); });
 
 async function listModels() {
   try {
@@ -467,6 +485,7 @@ async function listModels() {
 }
 async function begin() {
   watch();
+  if (remembered("all") === "true" && innerWidth > 1200) $("all").click();
   try { chats = await stored(); } catch { notice("This browser keeps nothing for this page: conversations end with it."); }
   chats.sort((a, b) => b.changed - a.changed);
   const wanted = chats.find(one => one.id === location.hash.slice(1));

@@ -55,7 +55,7 @@ function blocksOf(text) {
     group.push(token);
     depth += token.nesting;
     if (depth) continue;
-    blocks.push({html: md.renderer.render(group, md.options, env), line: group[0].map?.[0] ?? 0});
+    blocks.push({html: md.renderer.render(group, md.options, env).trimEnd(), line: group[0].map?.[0] ?? 0});
     group = [];
   }
   return blocks;

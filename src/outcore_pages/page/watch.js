@@ -75,7 +75,7 @@ function show(snapshot) {
   put("ssd", number(disk.gbps, 2) + (disk.ceiling_gbps ? " of " + disk.ceiling_gbps.toFixed(2) : "") + " GB/s");
   $("ssd-bar").parentNode.hidden = !disk.ceiling_gbps;
   wide("ssd-bar", disk.gbps / disk.ceiling_gbps);
-  put("stalled", Math.round(100 * (disk.stalled || 0)) + " % of the time, " + disk.stall_s.toFixed(1) + " s in all");
+  put("stalled", Math.round(100 * (disk.stalled || 0)) + " %, " + disk.stall_s.toFixed(1) + " s in all");
   wide("stalled-bar", disk.stalled);
   put("slots", size(disk.bytes) + " read, " + disk.how + ", through " + model.slots + " slots");
 

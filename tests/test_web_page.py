@@ -1,0 +1,409 @@
+"""The server's page in a browser: what people do with it all day, and what a hostile answer may try."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import browser
+from fake_service import FakeService
+from outcore.serve.access import Access
+from outcore.serve.app import all_apis, application
+from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard, TextPart
+from outcore.serve.server import Server, listen
+from outcore.serve.site import Site
+from watching import until
+
+pytestmark = [
+    pytest.mark.xdist_group("browser"),
+    pytest.mark.skipif(browser.browser() is None, reason="no Chromium or Chrome is installed"),
+]
+
+PAYLOADS = (
+    "<script>pwned()</script>",
+    "<img src=x onerror=pwned()>",
+    "<svg onload=pwned()>",
+    "<svg><script>pwned()</script></svg>",
+    "<iframe srcdoc='<script>parent.pwned()</script>'></iframe>",
+    "<body onload=pwned()>",
+    "<details open ontoggle=pwned()>x</details>",
+    "<input autofocus onfocus=pwned()>",
+    "<a href=javascript:pwned()>x</a>",
+    "[x](javascript:pwned())",
+    "[x](JaVaScRiPt:pwned())",
+    "[x](data:text/html,<script>pwned()</script>)",
+    "![x](x\" onerror=\"pwned())",
+    "<javascript:pwned()>",
+    "\"><script>pwned()</script>",
+    "</textarea></title></style><script>pwned()</script>",
+    "<math><mtext><table><mglyph><style><img src=x onerror=pwned()>",
+    "<form id=keys action=javascript:pwned()><input name=children></form>",
+    "<style>@import 'x'; * { display: none }</style>",
+    "<base href=//evil.example/><meta http-equiv=refresh content='0;url=//evil.example'>",
+)  # fmt: skip
+FENCES = ('```js" onload="pwned()\n<script>pwned()</script>\n```', "```html\n<img src=x onerror=pwned()>\n```")
+"""Payloads of which nothing but the text is to be seen, and those whose fence is not."""
+
+HELPERS = Path(__file__).parent / "support" / "page_helpers.js"
+
+CODE = (
+    "Some **code**:\n\n```python\ndef area(r):\n    return 3 * r\n```\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n- x\n- y\n"
+)
+
+
+class Scripted(FakeService):
+    """Says ``text`` word by word, after ``thought``; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(self.say)
+        self.text, self.thought, self.pace_s = CODE, "", 0.0
+        self.asked: list[GenerationRequest] = []
+        self.names: tuple[str, ...] = ("fake", "other")
+
+    async def say(self, ask: GenerationRequest) -> AsyncGenerator[Event, None]:
+        self.asked.append(ask)
+        yield Begun("fake", 3)
+        for word in self.thought.split():
+            yield TextPart(0, reasoning=word + " ")
+        pieces = re.findall(r"\s*\S+|\s+$", self.text)
+        for piece in pieces:
+            yield TextPart(0, piece)
+            await asyncio.sleep(self.pace_s)
+        yield Ended(0, "stop", len(pieces))
+        yield Finished(3, len(pieces), prompt_s=0.1, generation_s=2.0)
+
+    def models(self) -> list[ModelCard]:
+        return [ModelCard(name, loaded=True) for name in self.names]
+
+    def card(self, name: str) -> ModelCard:
+        return ModelCard(name, loaded=True)
+
+
+class Page:
+    """The page of a server that is scripted, in a tab."""
+
+    def __init__(self, tab: browser.Tab, url: str, locked: str, service: Scripted) -> None:
+        self.tab, self.url, self.locked, self.service = tab, url, locked, service
+        self.run, self.until = tab.run, tab.until
+
+    def open(self) -> None:
+        self.tab.open(self.url)
+        self.until("document.querySelectorAll('#model option').length")
+
+    def send(self, text: str, *, wait: bool = True) -> None:
+        self.run("document.getElementById('text').focus()")
+        self.tab.type(text)
+        self.until(f"document.getElementById('text').value === {json.dumps(text)}")
+        self.tab.press("Enter", "\r")
+        if wait:
+            self.done()
+
+    def done(self) -> None:
+        self.until("document.getElementById('send').textContent === 'Send' && !document.querySelector('.busy')")
+
+    def click(self, words: str, within: str = "body") -> None:
+        """The last button of these words."""
+        self.run(f"t.press({json.dumps(words)}, {json.dumps(within)})")
+
+    def give(self, field: str, *files: tuple[str, object]) -> None:
+        """Files of these names and contents, as if they were picked."""
+        self.run(f"t.give({json.dumps(field)}, {json.dumps(files)})")
+
+    def set(self, **values: str) -> None:
+        """The settings of the conversation."""
+        self.run("t.click('#settings-open')")
+        for field, value in values.items():
+            self.run(f"t.set({json.dumps(field)}, {json.dumps(value)}, 'input')")
+        self.click("Done")
+
+    def texts(self, selector: str) -> list[str]:
+        found: list[str] = self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.textContent)")
+        return found
+
+
+async def _serve(service: Scripted, ports: list[int], over: threading.Event) -> None:
+    servers, tasks = [], []
+    for access in (None, Access("secret")):
+        site = Site(cast(Any, service), all_apis())
+        server, sockets = Server(application(site, access), site, 1.0, lambda: None), listen("127.0.0.1", 0)
+        servers.append(server)
+        tasks.append(asyncio.create_task(server.serve(sockets)))
+        ports.append(sockets[0].getsockname()[1])
+    while not over.is_set():
+        await asyncio.sleep(0.05)
+    for server in servers:
+        server.should_exit = True
+    await asyncio.gather(*tasks)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    service, ports, over = Scripted(), cast(list[int], []), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(_serve(service, ports, over)))
+    thread.start()
+    try:
+        program = browser.browser()
+        assert program is not None
+        with browser.opened(program, tmp_path_factory.mktemp("profile")) as tab:
+            tab.call("Page.addScriptToEvaluateOnNewDocument", source=HELPERS.read_text(encoding="utf-8"))
+            while len(ports) < 2:
+                time.sleep(0.01)
+            yield Page(tab, f"http://127.0.0.1:{ports[0]}/", f"http://127.0.0.1:{ports[1]}/", service)
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.fixture
+def page(shared: Page) -> Iterator[Page]:
+    """With an empty store and a wide window."""
+    shared.tab.call("Storage.clearDataForOrigin", origin=shared.url.rstrip("/"), storageTypes="all")
+    fresh = Scripted()
+    for name in ("text", "thought", "pace_s", "names", "asked"):
+        setattr(shared.service, name, getattr(fresh, name))
+    shared.tab.window(1300, 800)
+    shared.open()
+    yield shared
+    violations, shared.tab.violations = shared.tab.violations, []
+    assert violations == [] and not shared.run("window.ran"), "something ran, or wanted to"
+
+
+def test_an_answer_is_markdown_its_figures_are_told_and_a_reload_keeps_it(page: Page) -> None:
+    page.service.thought = "let me see"
+    page.set(system="Be brief.", temperature="0.7")
+    page.send("An area, please")
+    (asked,) = page.service.asked
+    assert asked.messages is not None and [m["role"] for m in asked.messages] == ["system", "user"]
+    assert asked.messages[0]["content"] == "Be brief." and asked.sampling.temperature == 0.7 and asked.model == "fake"
+
+    def shown() -> None:
+        (text,) = page.texts(".said.assistant .text")
+        assert "def area(r):\n    return 3 * r\n" in text and "```" not in text and "**" not in text
+        assert page.texts(".text strong") == ["code"] and page.texts(".text li") == ["x", "y"]
+        assert page.texts(".hljs-keyword") == ["def", "return"] and page.texts(".code span:first-child")[0] == "python"
+        assert page.texts("td.right") == ["2"]
+        (figures,) = page.texts(".said.assistant .stats")
+        assert re.fullmatch(r"\d+ tokens · [\d.]+ tok/s · first after \d+\.\d s", figures), figures
+        assert page.texts(".thought > div") == ["let me see "] and not page.run(
+            "document.querySelector('details').open"
+        )
+        assert "monospace" in page.run("getComputedStyle(document.querySelector('pre code')).fontFamily")
+
+    shown()
+    assert page.texts("#heard")[0].startswith("Some code:"), "what a screen reader hears"
+    page.open()
+    page.run("document.querySelector('#chats a').click()")
+    shown()
+    page.run("navigator.clipboard.writeText = text => { window.copied = text; }")
+    page.click("Copy", ".code")
+    assert page.until("window.copied") == "def area(r):\n    return 3 * r\n"
+    page.send("And more")
+    last = page.service.asked[-1].messages
+    assert last is not None and [m["role"] for m in last] == ["system", "user", "assistant", "user"]
+    assert last[2]["content"] == CODE and page.service.asked[-1].sampling.temperature == 0.7
+
+
+def test_an_answer_stops_goes_on_and_survives_a_reload_in_its_middle(page: Page) -> None:
+    page.service.text, page.service.pace_s = "word " * 500, 0.01
+    page.send("Count", wait=False)
+    page.until("document.querySelector('.said.assistant .text')?.textContent.length > 20")
+    assert (
+        page.texts("#send") == ["Stop"]
+        and page.run("document.getElementById('talk').getAttribute('aria-busy')") == "true"
+    )
+    closed = page.service.closed
+    page.tab.press("Escape")
+    page.done()
+    assert page.texts(".said.assistant .stats") == ["stopped"]
+    until(lambda: page.service.closed > closed)  # the server does not go on
+    before = page.texts(".said.assistant .text")[0]
+    page.service.text, page.service.pace_s = " and the rest", 0.0
+    page.click("Continue")
+    page.until("document.querySelector('.said.assistant .text').textContent.includes('and the rest')")
+    page.done()
+    assert page.service.asked[-1].continued and page.texts(".said.assistant .text")[0].startswith(before.strip())
+
+    page.service.text, page.service.pace_s = "word " * 2000, 0.01
+    page.send("Count again", wait=False)
+    page.until("[...document.querySelectorAll('.said.assistant .text')].at(-1)?.textContent.length > 700")
+    page.open()
+    page.run("document.querySelector('#chats a').click()")
+    assert len(page.texts(".said.assistant .text")[-1]) > 300 and len(page.texts(".said")) == 4
+    assert "Continue" in page.texts(".said:last-child button")
+
+
+def test_messages_are_edited_and_regenerated(page: Page) -> None:
+    page.service.text = "first"
+    page.send("One")
+    page.send("Two")
+    page.service.text = "second"
+    page.click("Regenerate")
+    page.done()
+    assert page.texts(".said .text") == ["One", "first", "Two", "second"]
+    page.run("document.getElementById('text').focus()")
+    page.tab.press("ArrowUp")
+    page.tab.type("!")
+    page.tab.press("Enter", "\r")
+    page.done()
+    assert page.texts(".said .text") == ["One", "first", "Two!", "second"]
+    page.run("document.querySelector('.said.user .tools').children[1].click()")
+    page.run("document.querySelector('.editing textarea').value = 'Uno'")
+    page.click("Send", ".editing")
+    page.done()
+    assert page.texts(".said .text") == ["Uno", "second"] and len(page.service.asked) == 5
+
+
+def test_conversations_files_and_exports(page: Page) -> None:
+    page.service.text = "**yes**"
+    page.give("file", ("a.py", "a = `1`\n"), ("b.png", [0, 255]))
+    page.until("document.querySelectorAll('#files li').length")
+    assert "b.png is not a text file" in page.texts("#notice")[0]
+    page.send("What is this?")
+    last = page.service.asked[-1].messages
+    assert last is not None and last[0]["content"] == "a.py:\n```py\na = `1`\n```\n\nWhat is this?"
+    page.tab.press("O", modifiers=10)
+    assert page.texts(".said") == []
+    page.run("t.set('model', 'other', 'change')")
+    page.send("Another one")
+    assert page.service.asked[-1].model == "other"
+    assert page.texts("#chats a") == ["Another one", "What is this?"]
+    page.run("t.catchDownloads()")
+    page.run("t.click('#export-markdown')")
+    assert page.until("window.saved") == "# Another one\n\n## You\n\nAnother one\n\n## other\n\n**yes**\n"
+    page.run("window.saved = ''; document.getElementById('export-all').click()")
+    saved = page.until("window.saved")
+    assert json.loads(saved)["format"] == "outcore-chats/1" and len(json.loads(saved)["chats"]) == 2
+    page.run("document.querySelector('#chats [aria-label^=Delete]').click()")
+    page.until("document.querySelectorAll('#chats a').length === 1")
+    page.click("Undo")
+    page.until("document.querySelectorAll('#chats a').length === 2")
+    page.tab.call("Storage.clearDataForOrigin", origin=page.url.rstrip("/"), storageTypes="all")
+    page.open()
+    assert page.texts("#chats a") == []
+    page.give("chats-file", ("c.json", saved))
+    page.until("document.querySelectorAll('#chats a').length === 2")
+    page.open()
+    assert sorted(page.texts("#chats a")) == ["Another one", "What is this?"]
+    page.run("t.set('find', 'ANOTHER', 'input')")
+    assert page.texts("#chats a") == ["Another one"]
+
+
+def test_nothing_that_is_said_runs(page: Page) -> None:
+    everything = "\n\n".join((*PAYLOADS, *FENCES))
+    page.service.names, page.service.text = ("fake", *PAYLOADS), everything
+    page.service.thought = everything
+    page.open()
+    page.send(everything)
+    assert page.run("t.harmful()") == []
+    answer = page.texts(".said.assistant .text")[0]
+    assert [p for p in PAYLOADS if p.replace('"', "") not in answer.replace('"', "")] == [], "not shown as text"
+    assert page.texts(".said.user .text") == [everything] and answer.count("<script>") >= 6
+    assert page.texts("#model option") == ["fake", *PAYLOADS]
+
+    said = [{"role": role, "content": p, "reasoning": p, "about": p, "wrong": p, "files": [{"name": p, "text": p}]}
+            for p in (*PAYLOADS, *FENCES) for role in ("user", "assistant")]  # fmt: skip
+    hostile = [{"id": p, "title": p, "system": p, "model": p, "temperature": p, "messages": said[:4]} for p in PAYLOADS]
+    odd: list[Any] = [
+        None,
+        7,
+        {"messages": 3},
+        {"messages": [None, {"role": "<b>"}, {"role": "user", "files": [None]}]},
+    ]
+    page.give(
+        "chats-file", ("c.json", json.dumps({"chats": [{"title": PAYLOADS[0], "messages": said}, *hostile, *odd]}))
+    )
+    page.until(f"document.querySelectorAll('#chats li').length === {len(PAYLOADS) + 3}")
+    assert len(page.texts(".said")) == len(said) and page.run("t.harmful()") == []
+    page.run("document.querySelectorAll('details').forEach(e => { e.open = true; }); document.body.offsetHeight")
+    page.set()
+    page.run("[...document.querySelectorAll('#chats [aria-label^=Delete]')].at(-1).click()")
+    page.until("!document.getElementById('notice').hidden")
+    assert page.run("t.harmful()") == []
+
+
+def test_an_answer_grows_into_what_it_is_as_a_whole(page: Page) -> None:
+    text = CODE + "abc\n#\nabc\n#x\r\n\r\n1. a\n\n   b\n2. c\n\n> q\nlazy\n\nTitle\n===\n\n<b>x</b>\n\n~~~\nopen"
+    assert [page.run(f"t.grown({json.dumps(text)}, {step})") for step in (1, 7)] == [True, True]
+
+
+def test_two_hundred_messages_stay_smooth(page: Page) -> None:
+    said = [{"role": role, "content": f"{n} {CODE}"} for n in range(100) for role in ("user", "assistant")]
+    page.give("chats-file", ("c.json", json.dumps({"chats": [{"title": "long", "messages": said}]})))
+    page.until("document.querySelectorAll('.said').length === 200")
+    page.run("t.timeFrames()")
+    page.service.text, page.service.pace_s = CODE * 8, 0.008
+    page.send("More")
+    spent = sorted(page.run("spent"))
+    assert len(spent) > 20 and len(page.texts(".said")) == 202
+    assert spent[len(spent) // 2] < 16, spent
+    assert page.run("{const t = document.getElementById('talk'); t.scrollHeight - t.scrollTop - t.clientHeight < 150}")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_and_is_readable(page: Page, scheme: str) -> None:
+    page.service.text = (
+        CODE + "```\n" + "long " * 80 + "\n```\n" + "x" * 300 + "\n\n|" + " wide |" * 40 + "\n|" + "-|" * 40
+    )
+    page.tab.window(390, 844, scheme)
+    page.send("y" * 300)
+    wide = "document.documentElement.scrollWidth > 390 || document.getElementById('talk').scrollWidth > 390"
+    assert not page.run(wide)
+    assert page.run("t.outside()") == []
+    page.run("t.click('#menu')")
+    assert page.run("document.getElementById('side').getBoundingClientRect().width") > 200 and not page.run(wide)
+    page.tab.press("Escape")
+    page.run("t.click('#all')")
+    assert page.run("document.getElementById('server').getBoundingClientRect().right") <= 390
+    assert page.run("t.faint()") == []
+    dark = page.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(v => v < 40)")
+    assert dark == (scheme == "dark")
+
+
+def test_a_full_store_is_told(page: Page) -> None:
+    origin = page.url.rstrip("/")
+    page.tab.call("Storage.overrideQuotaForOrigin", origin=origin, quotaSize=1000)
+    try:
+        page.service.text = "x" * 20_000
+        page.send("Fill it")
+        page.until("document.getElementById('notice').textContent.includes('storage is full')")
+        assert len(page.texts(".said.assistant .text")[0]) == 20_000, "and it goes on"
+    finally:
+        page.tab.call("Storage.overrideQuotaForOrigin", origin=origin)
+
+
+def test_a_server_with_a_key_asks_for_it_and_errors_are_shown(page: Page) -> None:
+    page.tab.open(page.locked)
+    page.until("document.getElementById('keys').open")
+    page.run("document.getElementById('key').focus()")
+    page.tab.type("secret")
+    page.tab.press("Enter", "\r")
+    page.until("document.querySelectorAll('#model option').length")
+    page.set(tokens="99999999999")
+    page.send("Too much")
+    assert "max_tokens" in page.texts(".wrong")[0] and page.texts(".said.user .text") == ["Too much"]
+    page.set(tokens="")
+    page.click("Try again")
+    page.until("document.querySelectorAll('.said.assistant strong').length")
+    page.done()
+    assert page.texts(".wrong") == []
+
+
+def test_every_control_has_a_name(page: Page) -> None:
+    page.send("Hello")
+    page.run("document.querySelectorAll('dialog').forEach(e => e.show())")
+    page.tab.call("Accessibility.enable")
+    nodes = page.tab.call("Accessibility.getFullAXTree")["nodes"]
+    roles = {"button", "textbox", "searchbox", "combobox", "spinbutton", "link", "log", "navigation", "dialog"}
+    found = [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in nodes if not n.get("ignored")]
+    named = {role: [name for r, name in found if r == role] for role in roles}
+    assert all(named.values()), {role for role in roles if not named[role]}
+    assert [role for role, names in named.items() if not all(names) and role != "dialog"] == []
+    page.tab.call("Accessibility.disable")
