@@ -257,7 +257,13 @@ def test_gpt_oss_answers_are_of_their_schema_behind_the_last_header(demo_model: 
         assert tokenizer.encode("{")[0] in begin and not begin & {40, *ends, *final}
 
 
-FORMS = {"HERMES": TAGS, "ELEMENTS": TAGS, "HEADERS": ("[TOOL_CALLS]", "[ARGS]"), "LIST": ("[TOOL_CALLS]",)}
+FORMS = {
+    "HERMES": TAGS,
+    "ELEMENTS": TAGS,
+    "HEADERS": ("[TOOL_CALLS]", "[ARGS]"),
+    "LIST": ("[TOOL_CALLS]",),
+    "PLAIN": (),
+}
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +280,7 @@ def prompters(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     }
 
 
-@pytest.mark.parametrize(("form", "seeds"), [("HERMES", 4), ("HEADERS", 4), ("LIST", 8)])
+@pytest.mark.parametrize(("form", "seeds"), [("HERMES", 4), ("HEADERS", 4), ("LIST", 8), ("PLAIN", 6)])
 def test_required_calls_can_be_read(form: str, seeds: int, prompters: dict[str, Prompter]) -> None:
     prompter = prompters[form]
     tokenizer = prompter.tokenizer

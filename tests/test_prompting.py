@@ -157,7 +157,6 @@ def test_prompts_are_continued_as_they_are(demo: TokenizerWrapper) -> None:
             "logit_bias",
         ),
         (GenerationRequest(prompt="a", tools=(TOOL,)), "tools: give messages instead of a prompt", "tools"),
-        (GenerationRequest(messages=(USER,), tools=(TOOL,)), "tools: the chat template takes no tools", "tools"),
         (
             GenerationRequest(messages=(USER,), tool_choice="required"),
             "tool_choice: there is no tool required",

@@ -17,6 +17,7 @@ from outcore.errors import RequestError
 from outcore.modules.mlx_lm_tokenizer import inner_tokenizer
 from outcore.serve.events import GenerationRequest
 from outcore.serve.parsing import FINAL
+from outcore.serve.prompted_tools import CALL, CALL_END
 from outcore.serve.prompting import Grammar, TokenizerTemplate, extent
 from outcore.text import one_line
 
@@ -42,6 +43,8 @@ class AnswerGrammars:
         before = self._before(request, text, thinking)
         if forced:
             return self._grammars.of_rules("tools", self._calls(request, tools), before)
+        if tools and not self._template.tools:
+            return self._grammars.of_rules("tools", self._calls_or(request, tools), before)
         if tools and not self._template.harmony:
             before = replace(before, instead=Free(tuple(own.tool_call_start_tokens)))
         return self._grammars.of_rules("schema", schema_rule(request.schema or {}), before)
@@ -61,22 +64,33 @@ class AnswerGrammars:
         return Before(thoughts=None if over or not self._template.thinking else Free(opening, closing))
 
     def _calls(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
-        name = str(getattr(self._tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]
+        own, prompted = self._tokenizer, not self._template.tools
+        name = str(getattr(own.tool_parser, "__module__", "")).rpartition(".")[2] if not prompted else FORMS[0]
         if name not in FORMS:
             why = f"Outcore has no grammar for this model's form of calls ({name}); use auto"
             raise RequestError(f"tool_choice: {why}", "unsupported_parameter", param="tool_choice")
-        chosen = [t for t in tools if request.tool_choice in ("required", t["function"]["name"])]
+        chosen = [t for t in tools if request.tool_choice in ("auto", "required", t["function"]["name"])]
         check_grammar("tools", extent([t["function"]["parameters"] for t in chosen], GRAMMAR_CHARACTERS))
-        own = self._tokenizer
         arguments = self._mark("[ARGS]") if "[ARGS]" in self._template.text else ""
-        start, end = self._mark(own.tool_call_start), self._mark(own.tool_call_end)
-        several = request.parallel_tools and request.tool_choice == "required"
+        marks = (CALL, CALL_END) if prompted else (own.tool_call_start, own.tool_call_end)
+        start, end = map(self._mark, marks)
+        several = request.parallel_tools and request.tool_choice in ("auto", "required")
         try:
             lark = call_rules(name, start, end, arguments, chosen, several)
         except (AttributeError, KeyError, TypeError, RecursionError) as e:
             raise RequestError(f"tools: a tool's parameters are no JSON schema: {one_line(e)}", param="tools") from e
         check_grammar("tools", len(lark))
         return lark
+
+    def _calls_or(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Rules for calls in plain text, which JSON of the schema may replace, or text may precede or replace."""
+        calls = self._calls(request, tools).replace("answer:", "calls:", 1)
+        if request.schema is not None:
+            return f"{schema_rule(request.schema).replace('answer:', 'form:', 1)}\nanswer: form | calls\n{calls}"
+        several = f"({NEW_LINE} each)*" if request.parallel_tools else ""
+        rules = [f"answer: rest | talk body {several}", f"talk[lazy]: TEXT {self._mark(CALL)}", "rest: REST"]
+        rules += ["TEXT: /(.|\\n)*/", f"REST: TEXT & ~/(.|\\n)*{CALL}(.|\\n)*/"]
+        return "\n".join([*rules, calls])
 
     def _mark(self, mark: str) -> str:
         """A mark in a grammar: ``<[id]>`` if it is one token, else quoted text."""
@@ -103,16 +117,16 @@ def call_rules(
     functions = [tool["function"] for tool in tools]
     if name == "qwen3_coder":
         return _elements(start, end, functions, several)
-    around, between, calls = "{}", "", [_object(f["name"], f"a{n}") for n, f in enumerate(functions)]
+    around, between, more, calls = "{}", "", list[str](), [_object(f["name"], f"a{n}") for n, f in enumerate(functions)]
     if name == "json_tools":
-        each, between = f"{start} {NEW_LINE} call {NEW_LINE} {end}", NEW_LINE
+        each, between, more = f"{start} body", NEW_LINE, [f"body: {NEW_LINE} call {NEW_LINE} {end}"]
     elif arguments:
         each = f"{start} call"
         calls = [f"{_text(f['name'])} {arguments} a{n}" for n, f in enumerate(functions)]
     else:
         each, between, around = "call", '", "', f'{start} " "? "[" {{}} "]"'
     rules = [f"answer: {around.format(_repeated('each', between, several))}", f"each: {each}"]
-    rules.append(f"call: {' | '.join(calls)}")
+    rules += [*more, f"call: {' | '.join(calls)}"]
     return "\n".join(rules + [f"a{n}: {json_of(f['parameters'], lenient=True)}" for n, f in enumerate(functions)])
 
 

@@ -10,13 +10,15 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..text import half_character
 from .events import Called, TextPart
+from .prompted_tools import CALL as PROMPTED_CALL
+from .prompted_tools import CALL_END, read_object
 
 # Number of failed calls after which an answer's text is no longer searched for calls, as each is read twice.
 TRIES = 16
@@ -79,8 +81,16 @@ class Markers:
     tokens: frozenset[str] = frozenset()
 
 
-def markers_of(tokenizer: TokenizerWrapper, tools: bool) -> Markers:
-    """The tokenizer's marks, as in mlx-lm's ``make_text_state_machine``; those of calls only with ``tools``."""
+def markers_of(tokenizer: TokenizerWrapper, tools: bool, prompted: bool = False) -> Markers:
+    """The tokenizer's marks, as in mlx-lm's ``make_text_state_machine``; those of calls only with ``tools``.
+
+    Args:
+        prompted: calls have the form of ``prompted_tools``.
+    """
+    if tools and prompted:
+        plain = markers_of(tokenizer, False)
+        made = {**plain.marks, "normal": {**plain.marks["normal"], PROMPTED_CALL: "tool"}, "tool": {CALL_END: "normal"}}
+        return replace(plain, marks=made, parse=read_object)
     calls = tools and tokenizer.has_tool_calling
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
     marks: dict[str, dict[str, str]] = {"normal": {}, "reasoning": {}, "tool": {end: "normal"} if calls and end else {}}

@@ -24,6 +24,7 @@ from ..packages import modules
 from ..text import shortened
 from .events import GenerationRequest
 from .parsing import NAME, TextParser, harmony_markers, is_harmony, markers_of
+from .prompted_tools import written_out
 
 # Upper bound of characters per token over a whole prompt. Text has three to six; only runs of spaces have more.
 CHARACTERS = 16
@@ -37,7 +38,7 @@ class Grammars(Protocol):
     its module of the group ``grammars``."""
 
     def of(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]], text: str, thinking: bool) -> Grammar:
-        """The grammar of the answer to a request with a schema or a required tool.
+        """The grammar of the answer to a request with a schema, a required tool, or tools that are only prompted.
 
         Args:
             text: the prompt's text.
@@ -77,7 +78,11 @@ class Prompter:
     def __init__(self, tokenizer: TokenizerWrapper, vocabulary: int | None = None) -> None:
         self.tokenizer = tokenizer
         self._template = TokenizerTemplate(tokenizer)
-        made = harmony_markers if self._template.harmony else functools.partial(markers_of, tokenizer)
+        made = (
+            harmony_markers
+            if self._template.harmony
+            else functools.partial(markers_of, tokenizer, prompted=not self._template.tools)
+        )
         self._markers = {tools: made(tools) for tools in (False, True)}
         ids = tokenizer.get_vocab().values()
         self._begin: tuple[str, Sequence[int]] = "", ()
@@ -152,11 +157,13 @@ class Prompter:
         thinking: bool = False,
     ) -> Grammar | None:
         forced = request.messages is not None and request.tool_choice not in ("auto", "none")
-        if not forced and request.schema is None:
+        if not forced and request.schema is None and (not tools or self._template.tools):
             return None
         try:
             return self._grammars.of(request, tools, text, thinking)
         except RequestError as e:
+            if not forced and request.schema is None:
+                return None  # such calls are found without a grammar, too
             e.param = e.param or ("tool_choice" if forced else "schema")
             raise
 
@@ -244,7 +251,7 @@ class TokenizerTemplate:
 
     Attributes:
         text: its Jinja source; empty if there is none or it is Python code.
-        tools: it renders tools, and the model's calls can be parsed.
+        tools: it renders tools, and the model's calls can be parsed; else ``prompted_tools`` puts both into text.
         thinking: the model can reason before its answer.
         harmony: the model is of gpt-oss's form.
     """
@@ -256,9 +263,9 @@ class TokenizerTemplate:
             found = found.get("tool_use") or found.get("default") or next(iter(found.values()), "")
         self.text = found if isinstance(found, str) else ""
         code = tokenizer.has_chat_template and (not self.text or has_template_code(tokenizer))
-        self._takes_tools = code or re.search(r"\btools\b", self.text) is not None
+        takes_tools = code or re.search(r"\btools\b", self.text) is not None
         self.harmony = is_harmony(self.text)
-        self.tools = self._takes_tools and (tokenizer.has_tool_calling or self.harmony)
+        self.tools = takes_tools and (tokenizer.has_tool_calling or self.harmony)
         marks = (tokenizer.think_start, tokenizer.think_end, "enable_thinking")
         known = tokenizer.has_thinking and (code or any(m in self.text for m in marks))
         self.thinking = known or self.harmony
@@ -271,9 +278,6 @@ class TokenizerTemplate:
             raise RequestError(f"messages: {why}", "unsupported_parameter", param="messages")
         if not messages:
             raise RequestError("messages: at least one is needed", param="messages")
-        if tools and not self.tools:
-            why = "this model's form of calls is unknown" if self._takes_tools else "the chat template takes no tools"
-            raise RequestError(f"tools: {why}", "unsupported_parameter", param="tools")
         return self._render(messages, tools, request.template_options, continued=request.continued)
 
     def begin(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -293,6 +297,8 @@ class TokenizerTemplate:
         continued: bool = False,
         form: tuple[bool, bool] | None = None,
     ) -> str:
+        if not self.tools and (tools or any(m.get("tool_calls") or m["role"] == "tool" for m in messages)):
+            messages, tools = written_out(messages, tools, self._takes_system), ()
         calls = any(m.get("tool_calls") for m in messages)
         strings, short = form or (self._form if calls else (False, False))
         given = [_formed(m, strings, short) for m in messages]
@@ -300,6 +306,13 @@ class TokenizerTemplate:
         if continued:
             how |= {"add_generation_prompt": False, "continue_final_message": _continued(messages[-1])}
         return render(self._tokenizer, given, options, **how)
+
+    @functools.cached_property
+    def _takes_system(self) -> bool:
+        try:
+            return CITY in self._render([{"role": "system", "content": CITY}, OTHER], (), {})
+        except RequestError:
+            return False
 
     @functools.cached_property
     def _form(self) -> tuple[bool, bool]:

@@ -61,7 +61,7 @@ class Offered:
             quantization=f"{bits}-bit" if bits is not None else dtype,
             context=longest_context(self.config),
             template=template,
-            tools="tools" in template,
+            tools=bool(template),
             thinking="think" in template,
             config=self.config,
             digest=hashlib.sha256(identity.encode()).hexdigest(),
