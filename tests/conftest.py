@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -24,6 +25,16 @@ from outcore.disk.disk_probe import wrong_reads
 from outcore.machine.allocator import AllocatorLimits, limits
 from rank_processes import RankProcesses, WaitingRanks
 
+WITH_RANKS = {
+    "test_combinations",
+    "test_leading",
+    "test_rank_drafts",
+    "test_rank_folders",
+    "test_ranks",
+    "test_ranks_told_apart",
+}
+"""Files whose tests use ``waiting_ranks``."""
+
 LIMITS = mx.set_memory_limit(2**40), mx.set_cache_limit(2**30)
 mx.set_memory_limit(LIMITS[0])
 mx.set_cache_limit(LIMITS[1])
@@ -31,7 +42,6 @@ mx.set_cache_limit(LIMITS[1])
 
 def pytest_configure(config: pytest.Config) -> None:
     """What makes other processes quicker; the compiler for whoever runs all tests, and does so in several processes."""
-    config.addinivalue_line("markers", "xdist_group(name): tests that run in one process")
     if hasattr(config, "workerinput"):
         return
     folder = tempfile.mkdtemp(prefix="outcore-tests-")
@@ -46,12 +56,18 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.tcache_count=1024")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``--dist loadgroup`` a file's tests share a process and what its fixtures made; so do all that use ranks."""
-    for item in items:
-        ranks = "waiting_ranks" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ranks" if ranks else item.nodeid.partition("::")[0]))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests share a process and what its fixtures made; files whose tests use ranks share one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "ranks" if Path(file).stem in WITH_RANKS else file
+
+    config.option.loadscopereorder = False  # the files with fewest tests are not the quickest
+    return ByFile(config, log)
 
 
 well: set[tuple[int, str]] = set()
