@@ -200,7 +200,7 @@ def test_an_answer_is_markdown_its_figures_are_told_and_a_reload_keeps_it(page: 
     shown()
     assert page.texts("#heard")[0].startswith("Some code:"), "what a screen reader hears"
     page.open()
-    page.run("document.querySelector('#chats a').click()")
+    page.run("t.click('#chats a')")
     shown()
     page.run("navigator.clipboard.writeText = text => { window.copied = text; }")
     page.click("Copy", ".code")
@@ -235,7 +235,7 @@ def test_an_answer_stops_goes_on_and_survives_a_reload_in_its_middle(page: Page)
     page.send("Count again", wait=False)
     page.until("[...document.querySelectorAll('.said.assistant .text')].at(-1)?.textContent.length > 700")
     page.open()
-    page.run("document.querySelector('#chats a').click()")
+    page.run("t.click('#chats a')")
     assert len(page.texts(".said.assistant .text")[-1]) > 300 and len(page.texts(".said")) == 4
     assert "Continue" in page.texts(".said:last-child button")
 
@@ -259,6 +259,12 @@ def test_messages_are_edited_and_regenerated(page: Page) -> None:
     page.click("Send", ".editing")
     page.done()
     assert page.texts(".said .text") == ["Uno", "second"] and len(page.service.asked) == 5
+    assert page.texts("#notice")[0].startswith("3 messages are replaced.")
+    page.click("Undo")
+    assert page.texts(".said .text") == ["One", "first", "Two!", "second"]
+    page.open()
+    page.run("t.click('#chats a')")
+    assert page.texts(".said .text") == ["One", "first", "Two!", "second"]
 
 
 def test_conversations_files_and_exports(page: Page) -> None:
@@ -285,6 +291,9 @@ def test_conversations_files_and_exports(page: Page) -> None:
     page.until("document.querySelectorAll('#chats a').length === 1")
     page.click("Undo")
     page.until("document.querySelectorAll('#chats a').length === 2")
+    # As another tab does.
+    page.run("t.change({...JSON.parse(window.saved).chats[0], title: 'Renamed elsewhere', changed: 1})")
+    page.until("[...document.querySelectorAll('#chats a')].some(a => a.textContent === 'Renamed elsewhere')")
     page.tab.call("Storage.clearDataForOrigin", origin=page.url.rstrip("/"), storageTypes="all")
     page.open()
     assert page.texts("#chats a") == []

@@ -25,6 +25,12 @@ window.t = {
     URL.createObjectURL = blob => { blob.text().then(text => { window.saved = text; }); return "blob:none"; };
     HTMLAnchorElement.prototype.click = () => {};
   },
+  // A conversation that another tab has changed.
+  async change(chat) {
+    const {keep} = await import("/page/store.js");
+    await keep(chat);
+    new BroadcastChannel("outcore").postMessage(chat.id);
+  },
   // Elements and attributes that could do something, in what is said, listed, chosen or told.
   harmful() {
     const tags = new Set(("a article blockquote br button code details div em footer h1 h2 h3 hr input li ol option p pre s " +

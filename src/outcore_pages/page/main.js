@@ -28,12 +28,26 @@ async function save(one) {
   one.changed = Date.now();
   if (!chats.includes(one)) chats.push(one);
   listChats();
-  try { await keep(one); } catch (e) {
+  try { await keep(one); tabs.postMessage(one.id); } catch (e) {
     const full = e.name === "QuotaExceededError";
     notice(full ? "The browser's storage is full: this conversation is not kept. Export it, or delete others." :
       "This conversation is not kept: " + e.message);
   }
 }
+// What another tab has changed; what this one is answering is its own.
+const tabs = new BroadcastChannel("outcore");
+tabs.addEventListener("message", async () => {
+  const found = await stored().catch(() => null);
+  if (!found) return;
+  const own = chats.filter(one => answers.has(one.id));
+  chats = [...own, ...found.filter(one => !own.some(other => other.id === one.id))];
+  const now = chats.find(one => one.id === chat.id);
+  if (now && now !== chat && now.changed !== chat.changed) open(now);
+  else {
+    if (now && now !== chat) chats[chats.indexOf(now)] = chat;
+    listChats();
+  }
+});
 function listChats() {
   const wanted = $("find").value.toLowerCase();
   const holds = one => [one.title, ...one.messages.map(m => m.content)].some(text => text.toLowerCase().includes(wanted));
@@ -68,7 +82,7 @@ function rename(one, link) {
 async function remove(one) {
   answers.get(one.id)?.abort();
   chats = chats.filter(other => other !== one);
-  await forget(one.id).catch(() => {});
+  await forget(one.id).then(() => tabs.postMessage(one.id), () => {});
   if (one === chat) open(newChat(chat)); else listChats();
   notice(`“${one.title || "Conversation"}” is deleted.`, button("Undo", () => { save(one); open(one); notice(""); }));
 }
@@ -188,10 +202,11 @@ function edit(message) {
     const text = field.value.trim();
     close();
     if (!text || text === message.content) return;
+    // What was said after a message that is another now is no answer to it.
+    if (mine) cut(chat.messages.indexOf(message) + 1);
     message.content = text;
     showMessage(message, true);
-    // What was said after a message that is another now is no answer to it.
-    if (mine) { cutAfter(message); answer(chat); } else save(chat);
+    if (mine) answer(chat); else save(chat);
   };
   const accept = button(mine ? "Send" : "Save", take);
   accept.className = "main";
@@ -205,26 +220,33 @@ function edit(message) {
   field.style.height = Math.min(field.scrollHeight + 4, 400) + "px";
   field.focus();
 }
-function cutAfter(message) {
-  chat.messages.length = chat.messages.indexOf(message) + 1;
+function cut(length) {
+  const one = chat, before = one.messages.map(message => ({...message})), gone = before.length - length;
+  one.messages.length = length;
   showMessages();
+  if (gone) notice(gone === 1 ? "The answer is replaced." : `${gone} messages are replaced.`, button("Undo", () => {
+    answers.get(one.id)?.abort();
+    one.messages = before;
+    save(one);
+    open(one);
+    notice("");
+  }));
 }
 function again(message) {
   if (answers.has(chat.id)) return;
-  chat.messages.length = chat.messages.indexOf(message);
-  showMessages();
+  cut(chat.messages.indexOf(message));
   answer(chat);
 }
 function more(message) {
   if (answers.has(chat.id)) return;
-  cutAfter(message);
+  if (message !== chat.messages.at(-1)) cut(chat.messages.indexOf(message) + 1);
   answer(chat, message);
 }
 
 // Asking
 
-function bodyOf(one, last) {
-  const said = one.messages.filter(m => m !== last || m.content).filter(m => m.role === "user" || m.content);
+function bodyOf(one) {
+  const said = one.messages.filter(m => m.role === "user" || m.content);
   const messages = said.map(m => ({role: m.role, content: m.role === "user" ? whole(m) : m.content}));
   if (one.system.trim()) messages.unshift({role: "system", content: one.system});
   const body = {model: $("model").value, messages, stream: true, stream_options: {include_usage: true}};
@@ -234,7 +256,7 @@ function bodyOf(one, last) {
 }
 // Of the conversation, or, with a message that was cut, the rest of it.
 async function answer(one, message = null) {
-  const body = bodyOf(one, message), stop = new AbortController();
+  const body = bodyOf(one), stop = new AbortController();
   if (!message) {
     message = {role: "assistant", content: "", reasoning: "", about: "", wrong: "", cut: false, seconds: 0, files: []};
     one.messages.push(message);
@@ -246,7 +268,6 @@ async function answer(one, message = null) {
   showSend();
   listChats();
   hear("Answering");
-  $("talk").setAttribute("aria-busy", "true");
   const ticking = setInterval(() => tick(message, run), 1000);
   tick(message, run);
   down(true);
@@ -325,11 +346,10 @@ function finished(one, message) {
   if (one === chat) {
     if (one.messages.includes(message)) showMessage(message, true); else showMessages();
     down();
-    $("talk").setAttribute("aria-busy", "false");
     hear(message.wrong || (message.cut ? "Stopped. " : "") + (views.get(message)?.text.textContent || ""));
   }
   showSend();
-  save(one);
+  if (chats.includes(one)) save(one);  // it may have been deleted
 }
 // For screen readers: the answer once, when it is complete.
 function hear(text) { $("heard").textContent = text.slice(0, 5000); }
@@ -338,6 +358,7 @@ function showSend() {
   const busy = answers.has(chat.id);
   $("send").textContent = busy ? "Stop" : "Send";
   $("send").title = busy ? "Esc" : "Enter";
+  $("talk").setAttribute("aria-busy", busy);
 }
 $("ask").addEventListener("submit", event => {
   event.preventDefault();
@@ -347,6 +368,7 @@ $("ask").addEventListener("submit", event => {
   const message = {role: "user", content, files, reasoning: "", about: "", wrong: "", cut: false, seconds: 0};
   files = [];
   showFiles();
+  notice("");
   $("text").value = "";
   fit();
   if (!chat.messages.length) {
