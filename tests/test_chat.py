@@ -31,9 +31,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import zoo
 from interrupts import heard
-from outcore.cli import answers
+from outcore.cli import answers, console
+from outcore.cli import chat as chat_module
 from outcore.cli.answers import KeptChat
 from outcore.cli.chat import session_file
+from outcore.cli.console import BrokenLines
 from outcore.cli.engine import interruptible
 from outcore.cli.main import main
 from outcore.decode import prefix_cache, text_drafts
@@ -182,9 +184,9 @@ def test_commands_and_a_context_that_is_full(quick: Path, capsys: Any, monkeypat
     first, second, third = record["turns"]
     assert first["tokens"] == third["tokens"] and first["prompt_tokens"] == third["prompt_tokens"]
     assert second["prompt_tokens"] < 20, "what was refused left the caches as they were"
-    assert err.count("no room") == 2 and err.count("r resets") == 2
+    assert err.count("no room") == 2 and err.count("/clear begins a new one") == 2
     assert err.count("tokens that fit in memory") == 2 and "4096" not in err
-    assert "q quit" in err and "conversation reset" in err and "MB budget" in err
+    assert "q, Ctrl-D: leave" in err and "conversation reset" in err and "MB budget" in err
 
 
 def test_an_answer_is_cut_where_the_context_ends(quick: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -394,7 +396,17 @@ def test_ctrl_c_stops_an_answer_and_at_the_prompt_it_ends_and_leaves_the_termina
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for("stopped")
         terminal.wait_for(">")
-    terminal.process.send_signal(signal.SIGINT)
+    # What was being typed is cleared; on an empty line, the second one in a row leaves.
+    for typed, then in (("half a line", ">"), ("", "Ctrl-C again, Ctrl-D or /exit leaves"), ("more", ">")):
+        terminal.type(typed)
+        if typed:
+            terminal.wait_for(typed[-1])
+        terminal.type("\x03")
+        terminal.wait_for(then)
+    for _ in range(2):
+        assert terminal.process.poll() is None
+        time.sleep(0.2)
+        terminal.type("\x03")
     fd = os.dup(terminal.master)
     assert terminal.end() == 130
     after = termios.tcgetattr(fd)
@@ -467,7 +479,128 @@ def test_commands_with_a_slash_are_commands_in_a_pipe_too(
     # Both say all there is.
     _, _, short = chat(capsys, monkeypatch, quick, ["h"], *STREAMED)
     for said in (err, short):
-        assert all(word in said for word in ("q quit", "/save FILE and /load FILE", "Esc Enter"))
+        assert all(word in said for word in ("/quit, /bye, q", "/save FILE", "/set NAME", "/resume", "Esc Enter"))
+
+
+def test_settings_change_between_answers(spoken: Spoken, quick: Path) -> None:
+    """The answers are those of the flags; what cannot be set is told with what is nearest, and changes nothing."""
+    given = ["--temp", "1", "--top-k", "5", "--seed", "7", "-m", "4"]
+    wanted, _ = spoken(["hi"], *STREAMED, *given)
+    lines = ["/set temp 1", "/set top-k=5", "/set seed 7", "/set max-tokens 4", "hi", "/set"]
+    got, err = spoken(lines, *STREAMED, "-m", "9")
+    assert got["tokens"] == wanted["tokens"] and len(got["tokens"]) == 4
+    assert "temp 1.0\ntop-k 5\nseed 7\nmax-tokens 4\n" in err and "/set: give a name" in err
+    bad = [
+        "/set temp x",
+        "/set temp -1",
+        "/set top-k 2.5",
+        "/set max-tokens 0",
+        "/set seed -1",
+        "/set tmp 1",
+        "/sytem x",
+    ]
+    got, err = spoken([*bad, "hi"], *STREAMED, *given)
+    assert got["tokens"] == wanted["tokens"]
+    told = ["temp x: give a number", "--temp -1.0: ", "top-k 2.5: give an integer", "--max-tokens 0: ", "--seed -1: "]
+    assert all(f"/set: {each}" in err for each in told), err
+    assert "(did you mean temp?)" in err and "(did you mean /system?)" in err
+
+
+def test_a_system_prompt_is_changed_under_a_conversation(spoken: Spoken, tokenizer: TokenizerWrapper) -> None:
+    wanted, _ = spoken(["hi"], "-m", "3", *STREAMED, "--system-prompt", "Be kind")
+    got, err = spoken(["/system Be kind", "hi", "/system", "more"], "-m", "3", *STREAMED)
+    assert got["turns"][0]["tokens"] == wanted["tokens"]
+    assert "system prompt set" in err and "system prompt removed; the next answer computes" in err
+    # The whole conversation, without a system prompt.
+    parts = [
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+        got["turns"][0]["text"],
+        "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n",
+    ]
+    assert got["turns"][1]["prompt_tokens"] == sum(len(tokenizer.encode(part)) for part in parts)
+
+
+class Keyboard(io.StringIO):
+    """Standard input that says it is a terminal's."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_last_typed_conversation_is_kept_and_resumed(
+    quick: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*lines: str, typed: bool = True) -> tuple[list[dict[str, Any]], str]:
+        text = "".join(f"{line}\n" for line in lines)
+        monkeypatch.setattr(sys, "stdin", (Keyboard if typed else io.StringIO)(text))
+        assert main(["chat", "--model", str(quick), "--json", "-m", "4", *STREAMED]) == 0
+        out, err = capsys.readouterr()
+        return json.loads(out)["turns"], err
+
+    whole, err = run("one", "two", "three")
+    assert "/resume continues" not in err and "/help lists" in err
+    (file,) = (cache_dir() / "sessions").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+    run("piped", typed=False)
+    run("one", "two")
+    again, err = run("something else", "/resume", "three")
+    assert "/resume continues" in err and "last conversation: 2 turns" in err and "its last message: two" in err
+    assert again[-1]["tokens"] == whole[-1]["tokens"]
+    _, err = run("/clear", "/resume")
+    assert "last conversation: 3 turns" in err and [*file.parent.iterdir()] == [file], "one a model"
+    assert main(["cache", "ls"]) == 0 and f"sessions-{file.stem}" in capsys.readouterr().out
+    file.unlink()
+    assert "/resume: no conversation with this model was kept" in run("/resume", typed=False)[1]
+
+
+def test_another_model_takes_over_the_conversation_within_the_same_budget(
+    quick: Path, plain_caches: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["-m", "3", "--memory", "60MB", "--context", "256", "--draft", "none"]
+    record, _, err = chat(
+        capsys,
+        monkeypatch,
+        quick,
+        ["hi", "/model nowhere/at-all", "/model ./none", f"/model {plain_caches}", "more"],
+        *options,
+    )
+    assert "/model: " in err and [t["message"] for t in record["turns"]] == ["hi", "more"]
+    assert record["budget_bytes"] == 60_000_000 and record["streamed_units"] + record["resident_units"] == 4
+    assert record["turns"][1]["prompt_tokens"] > 20, "the conversation before, too"
+    assert record["peak_memory_bytes"] <= record["budget_bytes"]
+    # One that does not fit: the first model is there again, with what was said.
+    monkeypatch.setattr(chat_module, "_load", refusing(chat_module._load, plain_caches))
+    record, _, err = chat(capsys, monkeypatch, quick, ["hi", f"/model {plain_caches}", "more"], *options)
+    assert "/model: too small" in err and len(record["turns"]) == 2
+    assert record["resident_units"] + record["streamed_units"] == 3
+
+
+def refusing(load: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    def loaded(found: Path, *args: Any) -> Any:
+        if found == folder:
+            raise BudgetError("too small")
+        return load(found, *args)
+
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("one two three four", "one two t\x1b[1D\x1b[K\nthree fou\x1b[3D\x1b[K\nfour"),
+        ("a bb cc ddddd eeeeee", "a bb cc d\x1b[1D\x1b[K\nddddd eee\x1b[3D\x1b[K\neeeeee"),
+        ("abcdefghijklmnop", "abcdefghi\njklmnop"),
+        ("一二三四五六", "一二三四\n五六"),
+        ("if a:\n    b = c", "if a:\n    b = c"),
+        ("\tab", "\ta\x1b[1D\x1b[K\nab"),
+    ],
+)
+def test_lines_of_an_answer_break_between_words(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_columns", lambda: 10)
+    lines = BrokenLines()
+    assert "".join(lines.broken(text[n : n + 2]) for n in range(0, len(text), 2)) == shown
+    monkeypatch.setattr(console, "_columns", lambda: 0)
+    assert BrokenLines().broken(text) == text
 
 
 # Sessions

@@ -139,7 +139,7 @@ FILES = {
     "experts": ("uses of experts", r"[0-9a-f]{16}\.json"),
     "runs": ("speeds of runs", r"[0-9a-f]{16}\.json"),
     "drafts-seen": ("what drafts gave", r"[0-9a-f]{16}\.json"),
-    SESSIONS: (CONVERSATION, r"[\w.-]+\.json"),
+    SESSIONS: (CONVERSATION, r"[\w.+-]+\.json"),
 }
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +23,10 @@ from ..engine.session import Session
 from ..errors import BudgetError, PromptError, StoreError, UsageError
 from ..machine.random_state import random_state, set_random_state
 from ..sizes import format_size
-from ..text import counted, one_line
-from .commands import TYPED_ELSEWHERE
+from ..text import counted, one_line, shortened
 from .engine import AnswerOutput, ProgressBar, interruptible, prefill_progress
 
-COMMAND = re.compile(r"/[a-z]+")
-
-CHAT_KEYS = "q quit, r reset the conversation, h this help; Ctrl-C stops an answer, Ctrl-D quits"
-CHAT_FILES = "/save FILE and /load FILE keep the conversation"
-CHAT_LINES = "/help is h, /bye is q; each line is a message"
-CHAT_TYPED = "/help is h, /bye is q; Esc Enter, or \\ at the end, begins another line; pasted text is one message"
-RESET = "r resets the conversation"
+RESET = "/clear begins a new one"
 
 
 class _Stopped(Exception):
@@ -53,6 +44,7 @@ class Chat:
     Attributes:
         turns: one JSON record per answer.
         kept: saves and loads the conversation.
+        options: the given ones; they may be replaced between answers.
     """
 
     def __init__(
@@ -65,62 +57,34 @@ class Chat:
         stop: Sequence[str] = (),
     ) -> None:
         self.turns: list[dict[str, Any]] = []
-        self._name, self._stop, self._model, self._options, self._bar = name, stop, model, options, bar
+        self._name, self._stop, self._model, self.options, self._bar = name, stop, model, options, bar
         self._room = 0  # tokens of the conversation when an answer ran out of memory
-        self._session: Session = model.outcore
-        self._agreement = self._session.transport
-        self._tokenizer = template.tokenizer
+        self.session: Session = model.outcore
+        self.agreement = self.session.transport
+        self.template, self._tokenizer = template, template.tokenizer
         window = options.get("max_kv_size")
         if window is not None:
-            note_bounds(model, self._session)
-        self._conversation = Conversation(template, lambda: make_prompt_cache(model, window))
-        self.kept = KeptChat(self._session, self._conversation, self._tokenizer, name, self._say)
+            note_bounds(model, self.session)
+        self.conversation = Conversation(template, lambda: make_prompt_cache(model, window))
+        self.kept = KeptChat(self.session, self.conversation, self._tokenizer, name, self.say)
 
-    def greet(self) -> None:
-        plan = self._session.plan
+    def greet(self, warning: str = "") -> None:
+        plan, last = self.session.plan, self.kept.last
         layers = len(plan.resident) + len(plan.streamed)
-        self._say(
+        self.say(
             f"{self._name}: {len(plan.streamed)} of {layers} layers streamed, {format_size(plan.budget_bytes)} of "
             f"memory, room for {plan.context} tokens of conversation",
             "bold",
         )
-        self._help()
+        resume = "/resume continues the last conversation, " if last is not None and last.exists() else ""
+        self.say(f"/help lists commands, {resume}Ctrl-C stops an answer, Ctrl-D leaves")
+        if warning:
+            self.say(warning, WARN)
 
-    def handle(self, line: str) -> None:
-        word, _, rest = line.strip().partition(" ")
-        if line.startswith("/") and COMMAND.fullmatch(word):
-            self._command(word, rest.strip())
-        elif line.strip() == "h":
-            self._help()
-        elif line.strip() == "r":
-            self._conversation.clear()
-            self.kept.turns = []
-            self._say("conversation reset")
-        else:
-            self._answer(line)
-
-    def _help(self) -> None:
-        self._say(f"{CHAT_KEYS}\n{self._more()}")
-
-    def _more(self) -> str:
-        """Returns the commands that work with this input and on this many machines."""
-        if TYPED_ELSEWHERE in os.environ:
-            return CHAT_LINES
-        return f"{CHAT_FILES}, {CHAT_TYPED}" if self._agreement.alone else CHAT_TYPED
-
-    def _command(self, word: str, rest: str) -> None:
-        keep = {"/save": self.kept.save, "/load": self.kept.load}.get(word)
-        if word == "/help":
-            self._help()
-        elif keep is None:
-            self._say(f"{word}: no such command; a space before it makes it a message. {self._more()}", WARN)
-        elif not rest or not self._agreement.alone:
-            self._say(f"{word}: {'does not work over several machines' if rest else 'give a file'}", WARN)
-        else:
-            try:
-                keep(Path(rest))
-            except UsageError as e:
-                self._say(f"{word} {e}", WARN)
+    def retell(self, template: ChatTemplate, turns: Sequence[SavedTurn]) -> None:
+        """Continues after ``turns`` as another template or model writes them."""
+        self.conversation.retell(template, [(turn.message, turn.answer) for turn in turns])
+        self.kept.turns = [*turns]
 
     def record(self) -> dict[str, Any]:
         tokens = [token for turn in self.turns for token in turn["tokens"]]
@@ -129,15 +93,15 @@ class Chat:
             "tokens": tokens,
             "prompt_tokens": sum(turn["prompt_tokens"] for turn in self.turns),
             "generation_tokens": len(tokens),
-            "context_tokens": len(self._conversation.text),
+            "context_tokens": len(self.conversation.text),
         }
 
-    def _answer(self, message: str) -> None:
-        session, conversation = self._session, self._conversation
+    def answer(self, message: str) -> None:
+        session, conversation = self.session, self.conversation
         try:
             prompt = conversation.prompt(message)
         except PromptError as e:
-            self._say(f"{e}; {RESET}", WARN)
+            self.say(f"{e}; {RESET}", WARN)
             return
         sweeps, answer = session.metrics.sweeps, AnswerOutput()
         self.kept.unsure = True
@@ -156,20 +120,20 @@ class Chat:
         self.turns.append(found | answer.record() | {"sweeps": session.metrics.sweeps - sweeps})
         self._print_turn(self.turns[-1], len(prompt))
         if isinstance(failed, StoreError):
-            self._say(f"{failed}; the answer so far stays in the conversation", WARN)
-        elif failed is not None or (answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]):
+            self.say(f"{failed}; the answer so far stays in the conversation", WARN)
+        elif failed is not None or (answer.finish == "length" and len(answer.tokens) != self.options["max_tokens"]):
             self._room = len(conversation.text)
-            self._say(f"the answer was cut off at {self._limit(self._room, self._room)}; {RESET}", WARN)
+            self.say(f"the answer was cut off at {self._limit(self._room, self._room)}; {RESET}", WARN)
 
     def _generate(self, prompt: list[int], answer: AnswerOutput) -> Exception | None:
-        conversation, agreement, agreed = self._conversation, self._agreement, False
+        conversation, agreement, agreed = self.conversation, self.agreement, False
         with interruptible() as pressed:
 
             def check(*_: int) -> None:
                 if agreement.alone and pressed():
                     raise _Stopped
 
-            begun = prefill_progress(self._bar, self._session, check)
+            begun = prefill_progress(self._bar, self.session, check)
             try:
                 most = self._most(len(prompt))
                 agreed = True
@@ -179,7 +143,7 @@ class Chat:
                     "leave_last": True,  # the next message's forward pass computes it
                     "shared_prefix": conversation.shared(prompt),
                     "prompt_progress_callback": lambda done, total: check() if done < total else None,
-                    **self._options,
+                    **self.options,
                     **self._processors(),
                     "max_tokens": most,
                 }
@@ -200,37 +164,37 @@ class Chat:
     def _print_turn(self, turn: dict[str, Any], prompt: int) -> None:
         found = f", {n} of them found on disk," if (n := turn["cached_tokens"]) else ""
         stopped = ", stopped" if turn["finish_reason"] == "interrupted" else ""
-        self._say(
+        self.say(
             f"{prompt} tokens{found} computed in {turn['ttft_s']:.2f} s; answer of {len(turn['tokens'])}{stopped}, "
-            f"{turn['generation_tps']:.2f} a second; {len(self._conversation.text)} in the conversation"
+            f"{turn['generation_tps']:.2f} a second; {len(self.conversation.text)} in the conversation"
         )
 
     def _print_refusal(self, failed: Exception | None, prompt: int) -> None:
         if isinstance(failed, _Stopped):
-            self._say("stopped before the answer began; the message was dropped")
+            self.say("stopped before the answer began; the message was dropped")
             return
-        tokens, room = self._conversation.held + prompt, max(self._room, self._session.plan.context)
-        hint = RESET if self._conversation.text else "send a shorter one"
+        tokens, room = self.conversation.held + prompt, max(self._room, self.session.plan.context)
+        hint = RESET if self.conversation.text else "send a shorter one"
         line = f"no room for this message: {tokens} tokens and an answer exceed {self._limit(tokens, room)}; {hint}"
         if isinstance(failed, StoreError):
             line = f"{failed}; the message was dropped"
         elif tokens < room:
             line = f"not enough memory for a message of {prompt} tokens; send a shorter one, or {RESET}"
-        self._say(line, WARN)
+        self.say(line, WARN)
 
     def _limit(self, tokens: int, room: int) -> str:
-        longest = self._session.positions
+        longest = self.session.positions
         if longest is not None and tokens > longest:  # the last token has no position
             return f"the model's maximum of {longest} tokens"
         return f"the {room} tokens that fit in memory"
 
     def _processors(self) -> dict[str, Any]:
-        before = mx.array(self._conversation.text[: self._conversation.held], dtype=mx.int32)
+        before = mx.array(self.conversation.text[: self.conversation.held], dtype=mx.int32)
 
         def whole(process: Processor) -> Processor:
             return lambda tokens, logits: process(mx.concatenate([before, tokens]), logits)
 
-        given = self._options.get("logits_processors")
+        given = self.options.get("logits_processors")
         return {"logits_processors": [whole(process) for process in given]} if given else {}
 
     def _most(self, prompt: int) -> int:
@@ -240,18 +204,20 @@ class Chat:
             PromptError: on all ranks, if one of them has no room.
         """
         error, most = PromptError("another machine has too little memory: shorten this text"), 0
-        wanted, bounded = self._options["max_tokens"], self._options.get("max_kv_size") is None
+        wanted, bounded = self.options["max_tokens"], self.options.get("max_kv_size") is None
         try:
-            most = most_tokens(prompt, wanted, self._session, self._conversation.held, bounded)
+            most = most_tokens(prompt, wanted, self.session, self.conversation.held, bounded)
         except PromptError as e:
             error = e
-        (agreed,) = self._agreement.leasts([most])
+        (agreed,) = self.agreement.leasts([most])
         if agreed == 0:
             raise error
         return agreed
 
-    def _say(self, text: str, style: str = "dim") -> None:
-        self._bar.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    def say(self, text: str, style: str = "dim") -> None:
+        self._bar.console.print(
+            text, style=style, markup=False, highlight=False, soft_wrap=not self._bar.console.is_terminal
+        )
 
 
 WARN = "yellow"
@@ -267,6 +233,9 @@ class KeptChat:
     Attributes:
         unsure: an answer is being generated, or failed unexpectedly, so the caches may hold tokens that the
             conversation does not.
+        path: the session's file, if it is one.
+        last: the file of the last conversation with this model; None: there is no place for one.
+        keeps: keep the text of this one there, unless it is a session's.
     """
 
     def __init__(
@@ -281,7 +250,10 @@ class KeptChat:
         self.unsure = False
         self._session, self._conversation, self._tokenizer = session, conversation, tokenizer
         self._name, self._say = name, say
-        self._path: Path | None = None
+        self.path: Path | None = None
+        self.last: Path | None = None
+        self.keeps = False
+        self._earlier: Saved | None = None  # what ``last`` held before the present conversation
         self._caches: str | None = None  # the name under which the prefix cache has its caches
 
     def save(self, path: Path) -> None:
@@ -290,14 +262,16 @@ class KeptChat:
         self._say(f"{path}: {counted(len(self.turns), 'turn')}, {counted(len(self._conversation.text), 'token')}")
 
     def load(self, path: Path) -> None:
-        saved = saved_conversation.load(path, self._tokenizer, self._session.vocabulary)
+        self._go_on(saved_conversation.load(path, self._tokenizer, self._session.vocabulary), str(path))
+
+    def _go_on(self, saved: Saved, what: str) -> None:
         # Frees the present caches before others are loaded.
         self._conversation.goes_on(saved.tokens, None, 0)
         self._caches = self._restored(saved)
         self.turns = saved.turns
         set_random_state(saved.random)
         how = "its cache was loaded too" if self._caches else "the next answer computes them first"
-        self._say(f"{path}: {counted(len(saved.turns), 'turn')}, {counted(len(saved.tokens), 'token')}; {how}")
+        self._say(f"{what}: {counted(len(saved.turns), 'turn')}, {counted(len(saved.tokens), 'token')}; {how}")
         if Path(saved.model).name != Path(self._name).name:
             self._say(f"it was saved with another model, {one_line(saved.model)[:200]}", WARN)
 
@@ -321,23 +295,42 @@ class KeptChat:
         """Continues the conversation in a session's file, or begins one there. Returns whether it had turns."""
         exists = path.exists()
         (self.load if exists else self._write)(path)
-        self._path = path
+        self.path = path
         return exists and bool(self.turns)
+
+    def resume_last(self) -> None:
+        """Continues the conversation before this one. Raises ``UsageError`` if there is none."""
+        if (saved := self._earlier or self._kept()) is None:
+            raise UsageError("no conversation with this model was kept")
+        self._earlier = None
+        self._go_on(saved, "the last conversation")
+        if saved.turns:
+            self._say(f"its last message: {shortened(saved.turns[-1].message, 100)}")
+        self._keep_text()
+
+    def _kept(self) -> Saved | None:
+        if self.last is None or not self.last.exists():
+            return None
+        return saved_conversation.load(self.last, self._tokenizer, self._session.vocabulary)
 
     def added(self, turn: SavedTurn) -> None:
         """Saves another turn; a file that cannot be written is a warning and does not end the chat."""
         self.turns.append(turn)
+        if len(self.turns) == 1 and self.keeps:
+            with suppress(UsageError):
+                self._earlier = self._kept()
         self._keep_text()
 
     def leave(self) -> None:
-        if self._path is not None:
+        if self.path is not None:
             self._keep_text()
             self._keep_caches()
 
     def _keep_text(self) -> None:
-        if self._path is not None:
+        path = self.path or (self.last if self.keeps else None)
+        if path is not None:
             try:
-                self._write(self._path)
+                self._write(path)
             except UsageError as e:
                 self._say(f"the conversation is not saved: {e}", WARN)
 

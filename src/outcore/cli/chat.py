@@ -9,8 +9,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,13 +20,14 @@ from ..checks import whole
 from ..decode.conversation import ChatTemplate
 from ..decode.loader import load_model
 from ..engine.transport import Agreement
-from ..errors import BudgetError, UsageError
+from ..errors import BudgetError, StoreError, UsageError
 from ..machine.cache_folder import SESSIONS, make_cache, require_own
 from ..text import counted, shortened
 from .answers import Chat
+from .chat_commands import Commands
 from .commands import TYPED_ELSEWHERE
 from .engine import ProgressBar, draft_tokens, engine_record, generation_options, open_tokenizer, print_summary, watched
-from .flags import check_numbers, loading_options, template_options, text_of
+from .flags import check_numbers, loading_options, model_name, template_options, text_of
 from .output import tell
 
 # Context lengths to plan for, in the order tried, when ``--context`` is not given. None: the default length.
@@ -42,32 +43,46 @@ def run(args: argparse.Namespace) -> None:
     check_numbers(args)
     draft_tokens(args)
     mx.random.seed(whole("--seed", args.seed or 0, 0, 2**64 - 1))
+    with ProgressBar() as bar, session_file(args.session) as path:
+        commands = Commands(args, lambda given: prepared(given, bar))
+        with closing(commands):
+            kept = commands.chat.kept
+            # Piped lines are a program's, and do not replace the conversation that was typed last.
+            kept.keeps = sys.stdin.isatty()
+            if sys.stdin.isatty() or TYPED_ELSEWHERE in os.environ:
+                commands.chat.greet()
+            if path is not None and kept.resume(path) and args.system_prompt:
+                tell("outcore chat: --system-prompt ignored: the session keeps the one that it began with")
+            del kept  # it refers to the model, which /model frees
+            with closing(shared_lines(commands.chat.agreement)) as messages:
+                for line in messages:
+                    if not commands.handle(line):
+                        break
+            record, session = commands.chat.record(), commands.chat.session
+            answers, tokens = counted(len(commands.chat.turns), "answer"), counted(record["generation_tokens"], "token")
+            print_summary([f"Conversation: {answers}, {tokens}"], session)
+            args.result.record = record | engine_record(session)
+
+
+def prepared(args: argparse.Namespace, bar: ProgressBar) -> Callable[[], Chat]:
+    """Checks what can be checked without the weights. Returns the function that loads the model."""
     options = template_options(args.chat_template_config)
     system = None if args.system_prompt is None else text_of("--system-prompt", args.system_prompt)
     folder, tokenizer = open_tokenizer(args, {})
     template = ChatTemplate(tokenizer, system, options, args.preset.messages)
-    with ProgressBar() as bar:
+
+    def load() -> Chat:
         model = _load(folder, args, bar)
         bar.clear()
-        with watched(model, args) as session:
-            chat = Chat(model, template, generation_options(args, tokenizer), bar, args.model, args.preset.stop)
-            if sys.stdin.isatty() or TYPED_ELSEWHERE in os.environ:
-                chat.greet()
-            with session_file(args.session) as path:
-                if path is not None and chat.kept.resume(path) and args.system_prompt:
-                    tell("outcore chat: --system-prompt ignored: the session keeps the one that it began with")
-                try:
-                    with closing(shared_lines(session.transport)) as messages:
-                        for line in messages:
-                            if line.strip() in ("q", "/bye"):
-                                break
-                            chat.handle(line)
-                finally:
-                    chat.kept.leave()
-            record = chat.record()
-            answers, tokens = counted(len(chat.turns), "answer"), counted(record["generation_tokens"], "token")
-            print_summary([f"Conversation: {answers}, {tokens}"], session)
-            args.result.record = record | engine_record(session)
+        watched(model, args)
+        chat = Chat(model, template, generation_options(args, tokenizer), bar, args.model, args.preset.stop)
+        with suppress(OSError, StoreError):
+            # No session has this name.
+            name = re.sub(r"[^A-Za-z0-9._-]+", "--", model_name(args.model))[-80:]
+            chat.kept.last = sessions_folder() / f"last+{name}.json"
+        return chat
+
+    return load
 
 
 def _load(folder: Path, args: argparse.Namespace, bar: ProgressBar) -> nn.Module:
@@ -86,6 +101,14 @@ def _load(folder: Path, args: argparse.Namespace, bar: ProgressBar) -> nn.Module
     raise AssertionError
 
 
+def sessions_folder() -> Path:
+    """Returns the folder of conversations, made for this user alone."""
+    folder = make_cache() / SESSIONS
+    folder.mkdir(mode=0o700, exist_ok=True)
+    require_own(folder)
+    return folder
+
+
 @contextmanager
 def session_file(name: str | None) -> Iterator[Path | None]:
     if name is None:
@@ -94,9 +117,7 @@ def session_file(name: str | None) -> Iterator[Path | None]:
     if not SESSION.fullmatch(name):
         raise UsageError(f"--session {shortened(name)}: use at most 64 letters, digits, dots, dashes and underscores")
     try:
-        folder = make_cache() / SESSIONS
-        folder.mkdir(mode=0o700, exist_ok=True)
-        require_own(folder)
+        folder = sessions_folder()
         lock = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as e:
         raise UsageError(f"--session {name}: cannot be saved ({e.strerror})") from e

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +25,46 @@ class PlainConsole(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(shown(text), **options)
+
+
+class BrokenLines:
+    """Breaks lines between words at a terminal's width while their text arrives: a word that has no room moves down."""
+
+    def __init__(self) -> None:
+        self._column, self._word = 0, ""
+
+    def broken(self, text: str) -> str:
+        width = _columns()
+        return "".join(self._put(c, width) for c in text) if width else text
+
+    def _put(self, c: str, width: int) -> str:
+        if c == "\n":
+            self._column, self._word = 0, ""
+            return c
+        cells = 8 - self._column % 8 if c == "\t" else cell_len(c)
+        apart = c in " \t" or cells > 1  # lines may break before and after wide characters
+        back = ""
+        # The last column stays free: some terminals wrap when it is written, some do not.
+        if self._column + cells >= width:
+            if c in " \t":
+                return self._put("\n", width)
+            word = "" if apart else self._word
+            moved = cell_len(word)
+            if moved > width // 2:
+                word, moved = "", 0
+            back = (f"\x1b[{moved}D\x1b[K" if moved else "") + "\n" + word
+            self._column = moved
+        self._word = "" if apart else self._word + c
+        self._column += cells
+        return back + c
+
+
+def _columns() -> int:
+    try:
+        plain = not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb"
+        return 0 if plain else os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError):
+        return 0
 
 
 def console(least: int = WIDTH, *, soft_wrap: bool = True) -> PlainConsole:

@@ -29,7 +29,7 @@ from ..monitoring import publish
 from ..serve.parsing import Stopper
 from ..sizes import format_size
 from ..text import counted, one_line
-from .console import PlainConsole
+from .console import BrokenLines, PlainConsole
 from .flags import cache_options, model_name, sampling_options, text_of
 from .output import say, tell
 
@@ -250,7 +250,7 @@ class AnswerOutput:
         self.last: GenerationResponse | None = None
         self.ttft = 0.0
         self.finish, self.cut = "memory", False
-        self._began = time.perf_counter()
+        self._began, self._lines = time.perf_counter(), BrokenLines()
 
     def shown(
         self, responses: Iterator[GenerationResponse], stops: Sequence[str], begun: Callable[[], None]
@@ -277,7 +277,7 @@ class AnswerOutput:
                 self.text += text
                 self.tokens.append(response.token)
                 self.finish = reason or self.finish
-                say(text)
+                say(text, self._lines.broken)
                 yield self.last
                 if self.cut:
                     return

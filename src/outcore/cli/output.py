@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO
@@ -62,9 +62,9 @@ def _finite(value: Any) -> Any:
     return [_finite(inside) for inside in value] if isinstance(value, list | tuple) else value
 
 
-def say(text: str) -> None:
-    """Writes more of an answer to standard output; on a terminal control characters are escaped."""
-    print(unmoved(text) if sys.stdout.isatty() else text, end="", flush=True)
+def say(text: str, broken: Callable[[str], str] = lambda text: text) -> None:
+    """Writes more of an answer to standard output; on a terminal escapes control characters, then calls ``broken``."""
+    print(broken(unmoved(text)) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def tell(line: str) -> None:

@@ -22,7 +22,8 @@ HISTORY = "chat-history"
 
 
 def typed(on_error: bool) -> Iterator[str]:
-    """Yields messages that are not empty until the end of input.
+    """Yields messages that are not empty until the end of input. Ctrl-C clears the line; twice on an empty one raises
+    ``KeyboardInterrupt``.
 
     Args:
         on_error: show the prompt on standard error, as standard output is not a terminal.
@@ -35,11 +36,21 @@ def typed(on_error: bool) -> Iterator[str]:
         output=create_output(stdout=sys.stderr) if on_error else None,
     )
     with _no_echo():
+        pressed = False
         while True:
             try:
                 text = session.prompt(PROMPT)
             except EOFError:
                 return
+            except KeyboardInterrupt:
+                if pressed:
+                    raise
+                # What was being typed is cleared, and that alone never leads out of the chat.
+                pressed = not session.default_buffer.text
+                if pressed:
+                    print("Ctrl-C again, Ctrl-D or /exit leaves", file=sys.stderr)
+                continue
+            pressed = False
             if text.strip():
                 yield text
 

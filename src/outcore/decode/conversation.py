@@ -6,7 +6,7 @@ text has the form that the model was trained on: one system prompt, and an end-o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
@@ -119,6 +119,15 @@ class Conversation:
         self.text = list(text)
         if cache is not None:
             self.cache, self.held = cache, held
+
+    def retell(self, template: ChatTemplate, turns: Iterable[tuple[str, str]]) -> None:
+        """Renders messages and their answers anew by another template. Raises ``PromptError`` if it refuses one."""
+        text: list[int] = []
+        for message, answer in turns:
+            text += template.following(message, text[-1]) if text else template.opening(message)
+            text += template.encode(answer)
+        self._template = template
+        self.goes_on(text, None, 0)
 
     def shared(self, prompt: Sequence[int]) -> int:
         """Returns how many of a prompt's first tokens (a system prompt) other conversations begin with too."""
