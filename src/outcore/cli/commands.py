@@ -98,8 +98,8 @@ CORE = dict([
     ),
     _core(
         "chat",
-        "Chat with a model; earlier turns are cached, not computed again. Type /help for help. Piped input is one message "
-        "per line.",
+        "Chat with a model; earlier turns are cached, not computed again. Type /help for help. Piped input is one "
+        "message per line.",
         common=f"{_COMMON} session context prefix-cache max-kv-size adapter-path json quiet",
     ),
     _core(
