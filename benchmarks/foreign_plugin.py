@@ -31,7 +31,7 @@ def pytest_configure() -> None:
     if "memory" in SETTINGS:
         from outcore_compat.mlx_lm import apply_patch
 
-        apply_patch(memory=SETTINGS["memory"], context=256)
+        apply_patch(memory=SETTINGS["memory"], context=256, dtype=SETTINGS["dtype"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

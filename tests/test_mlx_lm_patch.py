@@ -180,6 +180,16 @@ def test_mlx_lms_batch_generator_takes_mlx_lms_models_alone(served: Path, plain:
         mlx_lm.server.BatchGenerator(plain[0], max_tokens=1).close()
 
 
+def test_a_dtype_is_given_to_load_and_not_set_later(served: Path) -> None:
+    with apply_patch(resident=1, dtype="float32"):
+        model, _ = mlx_lm.load(str(served))
+        with model.outcore:
+            model.set_dtype(mx.float32)  # as mlx-lm's own tests do
+            assert model(mx.array([IDS])).dtype == mx.float32
+            with pytest.raises(UsageError, match="load it with dtype='bfloat16'"):
+                model.set_dtype(mx.bfloat16)
+
+
 def test_every_function_gives_mlx_lms_texts(served: Path, plain: Any) -> None:
     whole = mlx_lm.generate(*plain, PROMPT, max_tokens=5)
     several = mlx_lm.batch_generate(*plain, [IDS, IDS[:2]], max_tokens=[2, 3], return_token_ids=True)

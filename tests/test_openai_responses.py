@@ -289,3 +289,20 @@ def test_what_cannot_be_honoured_is_refused_by_its_place(body: dict[str, Any], p
     with pytest.raises(RequestError) as raised:
         ask(**body)
     assert raised.value.param == param and raised.value.status == 400 and str(raised.value).startswith(param)
+
+
+def test_a_conversation_goes_on_from_its_summary() -> None:
+    turns = [{"role": "user", "content": "Launch on Tuesday."}, {"role": "assistant", "content": "Noted."}]
+    made = asked(API, f"{PATH}/compact", {"model": "m", "input": turns, "instructions": "be brief"})
+    (request,) = made.requests
+    assert [m["role"] for m in request.messages] == ["system", "user", "assistant", "user"]
+    assert "Summarize this conversation" in str(request.messages[-1]["content"])
+    found = made.writer.whole(
+        events(TextPart(0, reasoning="hm"), TextPart(0, "The launch is "), TextPart(0, "on Tuesday."))
+    )
+    assert openai_responses.CompactedResponse.model_validate(found).output[0].type == "compaction"
+    assert found["usage"]["total_tokens"] == 12 and not made.writer.streams
+    later = ask(input=[*found["output"], {"role": "user", "content": "When?"}]).messages
+    assert later[0] == {"role": "system", "content": "The conversation so far: The launch is on Tuesday."}
+    with pytest.raises(RequestError, match="model"):
+        asked(API, f"{PATH}/compact", {"input": turns})

@@ -23,6 +23,7 @@ class Item(requests.Part):
     arguments: str = ""
     input: str = ""
     output: Any = None
+    encrypted_content: str = ""
 
 
 class ToolFormat(requests.Part):
@@ -125,6 +126,8 @@ def messages_of(instructions: str, items: Sequence[Item]) -> tuple[requests.Mess
             case "function_call_output" | "custom_tool_call_output":
                 output = requests.text_of(item.output, f"{where}.output")
                 found.append({"role": "tool", "content": output, "tool_call_id": item.call_id})
+            case "compaction":  # made by /v1/responses/compact, which encrypts nothing
+                found.append({"role": "system", "content": f"The conversation so far: {item.encrypted_content}"})
             case "message":
                 raise requests.wrong(f"{where}.role", "user, assistant, system or developer is needed")
             case _:

@@ -32,16 +32,19 @@ class TextOptions(Part):
     verbosity: Any = None
 
 
+Items = Annotated[
+    list[Item], Field(min_length=1),
+    BeforeValidator(lambda v: [{"role": "user", "content": v}] if isinstance(v, str) else v),
+]  # fmt: skip
+
+
 class ResponseBody(OpenAIBody):
     refused = {
         "background": (False,), "moderation": (), "previous_response_id": (), "conversation": (), "prompt": (),
     }  # fmt: skip
     silent = OpenAIBody.silent | {"stream_options"}
 
-    input: Annotated[
-        list[Item], Field(min_length=1),
-        BeforeValidator(lambda v: [{"role": "user", "content": v}] if isinstance(v, str) else v),
-    ]  # fmt: skip
+    input: Items
     instructions: str = ""
     tools: list[ResponseTool] = []
     tool_choice: Any = None
@@ -79,6 +82,45 @@ def respond(http: HttpRequest) -> ParsedRequest:
     unused = [*tools.unused, *(f"include {name}" for name in body.include if name != LOGPROBS)]
     unused += ["text.verbosity"] * (body.text.verbosity is not None) + ["truncation"] * (body.truncation == "auto")
     return ParsedRequest((request,), ItemsWriter(body, body.ignored(*unused), _echoed(http.body, request), tools.known))
+
+
+SUMMARIZE = (
+    "Summarize this conversation, so that it can go on from the summary alone: facts, names, decisions, open tasks. "
+    "Answer with the summary only."
+)
+
+
+class CompactBody(OpenAIBody):
+    refused = {"previous_response_id": ()}
+
+    model: str
+    input: Items
+    instructions: str = ""
+
+
+def compact(http: HttpRequest) -> ParsedRequest:
+    """Lets the model write the summary that stands for a conversation: an item of ``input`` from then on."""
+    body = read(CompactBody, http.body)
+    request = GenerationRequest(
+        model=body.model,
+        messages=messages_of(body.instructions, [*body.input, Item(role="user", content=SUMMARIZE)]),
+        template_options=body.options(http.defaults, "none"),
+        max_tokens=http.defaults.max_tokens,
+        sampling=sampling_of(body, http.defaults.sampling),
+    )
+    return ParsedRequest((request,), SummaryWriter(streams=False, ignored=body.ignored()))
+
+
+class SummaryWriter(ResponseWriter):
+    def steps(self, event: Event) -> tuple[()]:
+        return ()
+
+    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+        text = "".join(event.text for event in events if isinstance(event, TextPart))
+        item = {"id": new_id("cmp_"), "type": "compaction", "encrypted_content": text}
+        usage = next(_usage(event) for event in events if isinstance(event, Finished))
+        head = {"id": new_id("resp_"), "object": "response.compaction", "created_at": int(time.time())}
+        return head | {"output": [item], "usage": usage}
 
 
 def _echoed(body: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
@@ -284,5 +326,10 @@ def _custom_input(arguments: str) -> str:
 
 
 ROUTES = tuple(
-    Route(path, respond, "POST", "Answer items and messages", ResponseBody) for path in ("/v1/responses", "/responses")
+    Route(f"{root}/responses{path}", handle, "POST", summary, body)
+    for root in ("/v1", "")
+    for path, handle, summary, body in (
+        ("", respond, "Answer items and messages", ResponseBody),
+        ("/compact", compact, "Summarize a conversation", CompactBody),
+    )
 )

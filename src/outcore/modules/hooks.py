@@ -66,6 +66,11 @@ class _SwappedModel(_Swapped):
             "them load it with mlx_lm, or with enough memory for all of it"
         )
 
+    def set_dtype(self, dtype: mx.Dtype, *_: Any) -> None:
+        """Do nothing if the model was loaded with this dtype; otherwise raise ``UsageError``."""
+        if dtype != self.__dict__["outcore"].profile.cast.dtype:
+            raise UsageError(f"set_dtype: this model is streamed; load it with dtype={str(dtype).rpartition('.')[2]!r}")
+
 
 def swap(module: nn.Module, prefix: str, call: Call, product: Call | None = None, *, whole_model: bool = False) -> None:
     """Give ``module`` a subclass of its own class that runs ``call`` in place of ``__call__``, and ``product`` in place
