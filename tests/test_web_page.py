@@ -22,10 +22,7 @@ from outcore.serve.server import Server, listen
 from outcore.serve.site import Site
 from watching import until
 
-pytestmark = [
-    pytest.mark.xdist_group("browser"),
-    pytest.mark.skipif(browser.browser() is None, reason="no Chromium or Chrome is installed"),
-]
+pytestmark = pytest.mark.skipif(browser.browser() is None, reason="no Chromium or Chrome is installed")
 
 PAYLOADS = (
     "<script>pwned()</script>",
