@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> None:
     with demo_model() as folder:
         weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         out.print(
-            f"A trained 28M-parameter model with {format_size(weights)} of weights runs twice: streamed from disk\n"
-            f"within {format_size(budget)}, and resident. Both are timed after a warm-up.\n"
+            f"A trained 28M-parameter model with {format_size(weights)} of weights runs twice: streamed from disk "
+            f"within {format_size(budget)}, and resident (all in memory). Both are timed after a warm-up.\n"
         )
         streamed = _run(folder, args, budget)
         resident = _run(folder, args, max(4 * weights, 100_000_000))
