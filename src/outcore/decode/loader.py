@@ -22,6 +22,7 @@ from ..errors import StoreSpaceError
 from ..machine.kernels import keep_kernels
 from ..options import LoadOptions, chosen
 from ..plan.joint_plan import AUTO, NGRAM, NONE
+from . import notebook
 from .prefix_cache import prefix_cache
 from .preparation import Preparation, prepare
 from .speculative.drafting import Drafting
@@ -102,7 +103,7 @@ def load_model(
 
     Args:
         options: load options; or, instead, ``arguments`` with fields of ``LoadOptions``.
-        progress: called with a description, the bytes done and all bytes.
+        progress: called with a description, the bytes done and all bytes. Default: a bar in a notebook.
 
     Returns:
         The model and its config. ``model.outcore`` is a ``Session``.
@@ -110,9 +111,11 @@ def load_model(
     Raises:
         BudgetError, UsageError, CheckpointError, StoreError, ReadError: see their docstrings.
     """
-    o, report = chosen(options, arguments), progress or (lambda *_: None)
+    o, report = chosen(options, arguments), progress or notebook.progress()
     try:
         return _loaded(model_path, o, report)
+    except KeyboardInterrupt as e:
+        raise e.with_traceback(None) from None
     except StoreSpaceError as error:
         if o.draft != AUTO or o.ranks is not None:
             raise

@@ -28,6 +28,7 @@ from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from ..plan.planner import prefill_steps
 from ..sizes import format_size
+from ..text import counted, html_table
 from .binding import ReadSettings
 from .engine import Engine
 from .extensions import kv_offload, on_demand
@@ -141,6 +142,14 @@ class Session(Engine):
         peak, budget = format_size(plan.peak_bytes), format_size(plan.budget_bytes)
         closed = ", closed" * (self.closed)
         return f"<Session{closed}: {layers}{ring}; {peak} planned of {budget}; reads {self.io}>"
+
+    def _repr_html_(self) -> str:
+        read = f"{counted(self.metrics.sweeps, 'pass')}, {format_size(self.metrics.bytes_read)} read"
+        rows = [("until now", read), *(("note", note) for note in self.notes)]
+        return html_table("Session, closed" if self.closed else "Session", [*self.plan.rows(), *rows])
+
+    def __dir__(self) -> list[str]:
+        return ["close", "in_cache", "metrics", "notes", "plan"]
 
     @property
     def notes(self) -> tuple[str, ...]:

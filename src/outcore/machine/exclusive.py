@@ -157,6 +157,9 @@ def served(
                 # If the step did not complete, the last item was yielded and is not rolled back.
                 with exclusive:
                     pass_on(steps, NotHandedOut() if made else e)
+                if isinstance(e, KeyboardInterrupt):
+                    # Where the engine was tells nothing to whoever pressed Ctrl-C, as in a notebook.
+                    raise e.with_traceback(None) from None
                 raise
             if is_last(item):
                 try:
