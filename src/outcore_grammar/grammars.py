@@ -127,7 +127,15 @@ def call_rules(
         each, between, around = "call", '", "', f'{start} " "? "[" {{}} "]"'
     rules = [f"answer: {around.format(_repeated('each', between, several))}", f"each: {each}"]
     rules += [*more, f"call: {' | '.join(calls)}"]
-    return "\n".join(rules + [f"a{n}: {json_of(f['parameters'], lenient=True)}" for n, f in enumerate(functions)])
+    return "\n".join(
+        rules + [f"a{n}: {json_of(_closed(f['parameters']), lenient=True)}" for n, f in enumerate(functions)]
+    )
+
+
+def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool's parameters without others unless it says so, as in llama.cpp: a model might add some for ever."""
+    plain = "properties" in parameters and not {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"} & {*parameters}
+    return {"additionalProperties": False, **parameters} if plain else parameters
 
 
 def _elements(start: str, end: str, functions: Sequence[Mapping[str, Any]], several: bool) -> str:
