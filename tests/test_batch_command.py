@@ -176,7 +176,7 @@ def test_what_has_room_is_answered_and_what_needs_least_is_named(
     # When it is given, then that one is answered.
     least = err.rpartition("the smallest that works is ")[2].strip()
     assert 0 <= parse_size(least) - smallest(model, 60, 1) < 100_000
-    assert run(capsys, model, source, output, "--memory", least)[0] == 0
+    assert run(capsys, model, source, output, "--memory", least)[0] == 1
     assert [r["custom_id"] for r in records(output) if r["error"] is None] == ["least"]
     assert [r["error"]["code"] for r in records(output) if r["error"]] == [NO_MEMORY, NO_MEMORY]
 
@@ -189,7 +189,7 @@ def test_bad_lines_are_reported_and_harm_nobody(
         file.write(b'{"custom_id": "\xff"}\n')
     short = (smallest(model, 4, 4000) + smallest(model, 8, 8)) // 2
     status, out, _ = run(capsys, model, source, tmp_path / "out", "--memory", f"{short}B", "--json")
-    assert status == 0
+    assert status == 1, "some lines failed"
     record = json.loads(out.splitlines()[-1])
     assert (record["completed"], record["failed"]) == (2, len(BAD_LINES) + 1)
     errors = {r["error"]["message"].split(":")[0]: r for r in records(tmp_path / "out") if r["error"]}
@@ -205,13 +205,13 @@ def test_bad_lines_are_reported_and_harm_nobody(
     assert 0 <= parse_size(least) - smallest(model, 4, 4000) < 200_000, "what is named is no more than it takes"
     status, out, _ = run(capsys, model, source, tmp_path / "out", "--resume", "--json", "--memory", least)
     record = json.loads(out.splitlines()[-1])
-    assert status == 0 and (record["completed"], record["failed"]) == (3, len(BAD_LINES)) and record["sequences"] == 1
+    assert status == 1 and (record["completed"], record["failed"]) == (3, len(BAD_LINES)) and record["sequences"] == 1
     after = records(tmp_path / "out")
     assert len(after) == len(BAD_LINES) + 3 and {r["custom_id"]: r for r in after if r["custom_id"] in before} == before
     assert next(r for r in after if r["custom_id"] == "e")["error"] is None
     # Nothing is left to do, so no model is loaded.
     status, out, _ = run(capsys, model, source, tmp_path / "out", "--resume", "--json")
-    assert status == 0 and json.loads(out.splitlines()[-1])["sequences"] == 0
+    assert status == 1 and json.loads(out.splitlines()[-1])["sequences"] == 0
     assert records(tmp_path / "out") == after
 
 
@@ -268,7 +268,7 @@ def test_whatever_a_line_brings_up_is_that_lines_error(
     bad = [line(f"bad{k}", hot | {"top_k": k}) for k in (1, 2)]
     source = write(tmp_path / "in", [bad[0], *completions(2, 3), bad[1]])
     status, out, _ = run(capsys, model, source, tmp_path / "out", "--resident", "2")
-    assert status == 0 and "2 answers, 2 errors" in out
+    assert status == 1 and "2 answers, 2 errors" in out
     for r in records(tmp_path / "out"):
         assert (r["error"] is None) != r["custom_id"].startswith("bad")
         if r["error"]:

@@ -551,6 +551,7 @@ def test_calibrate_measures_once_and_keeps_it(
     assert record["read_gbps"] > 0
     assert set(record["model_kinds"]) == record["kinds"].keys()
     assert json.loads(Path(record["stored"]).read_text())["calibration"]["read_gbps"] == record["read_gbps"]
+    assert main(["calibrate", str(folder), "--quiet"]) == 0 and capsys.readouterr() == ("", "")
     _, again, text = run(capsys, str(folder))
     assert again["measured_now"] == [] and again["read_gbps"] == record["read_gbps"] and "--force" in text
     # Another model on the same disk: its layers alone.

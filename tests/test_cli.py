@@ -80,7 +80,9 @@ def test_info_reads_no_weights(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_pack_then_generate_from_the_copy(capsys: pytest.CaptureFixture[str], quick: Path, tmp_path: Path) -> None:
     copy = tmp_path / "packed"
     status, out, _ = run(capsys, "pack", str(quick), "--output", str(copy))
-    assert status == 0 and str(copy) in out
+    assert status == 0 and str(copy) in out and "already there" not in out
+    status, out, _ = run(capsys, "pack", str(quick), "--output", str(copy))
+    assert status == 0 and "already there; --force writes it again" in out
     args = [*PROMPT, "-m", "4", *STREAMED, "--json"]
     texts = []
     for model in (quick, copy):

@@ -163,13 +163,16 @@ def test_a_negative_size_is_told_as_one(capsys: pytest.CaptureFixture[str], demo
     assert "--memory: expected one argument" in refused(capsys, "info", "m", "--memory", "--json=1")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
 def test_a_shell_completes_commands_flags_and_their_words(capsys: pytest.CaptureFixture[str], shell: str) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert all(word in script for word in (*commands(), "max-kv-size"))
+    assert all(word in script for word in (*commands(), "max-kv-size", "direct", "float32", "ngram", "WARNING"))
     if shell == "bash":
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+        asked = f"{script}\nCOMP_WORDS=(outcore generate --io ''); COMP_CWORD=3; _shtab_outcore; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True)
+        assert done.stdout.split() == ["auto", "direct", "cached"]
     assert "choose one of bash" in refused(capsys, "completion", "bsh")
 
 

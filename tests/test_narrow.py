@@ -13,7 +13,7 @@ import pytest
 from outcore.cli.commands import commands
 from outcore.cli.console import PlainConsole
 from outcore.cli.main import usage
-from outcore.cli.plan import _curve_table
+from outcore.cli.plan import _curve_table, about
 from outcore.decode.preparation import prepare
 from outcore_bench.bench import rich_table
 from outcore_bench.document import BenchRow, Stat
@@ -42,7 +42,7 @@ def test_the_table_of_budgets_is_whole(width: int, demo_model: Path) -> None:
     # Longest words, and both marks in one row.
     shown = printed(_curve_table([replace(plan, ttft_s=1234.5), plan], plan, plan, foretold=True), width)
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
-    assert shown.count("← this plan ← recommended") == 2 and f"{1 / plan.token_s:.2f}" in shown
+    assert shown.count("← this plan ← recommended") == 2 and about(1 / plan.token_s) in shown
     assert "read/" in shown and "tokens/s" in shown
 
 

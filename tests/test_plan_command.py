@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from functools import partial
 from itertools import pairwise
@@ -14,6 +15,7 @@ import pytest
 import outcore
 from outcore.calibration.calibration_file import store_calibration
 from outcore.cli.main import main
+from outcore.cli.plan import _rising, about
 from outcore.decode.preparation import prepare
 from outcore.plan.joint_plan import Planning, computing_from, knee, speed_curve
 from outcore.plan.machine_profile import Calibration
@@ -164,9 +166,51 @@ def test_a_plan_gives_a_range_beside_the_speed(served: Path, capsys: pytest.Capt
             known(served)
         _, record, out, _ = plan(capsys, *args)
         low, high = record["predicted_tps_low"], record["predicted_tps_high"]
-        assert low < record["predicted_tps"] < high and f"tokens/s ({low:.2f} to {high:.2f})" in out
+        assert low < record["predicted_tps"] < high and f"tokens/s ({about(low)} to {about(high)})" in out
         widths.append(high / low)
     assert widths == [pytest.approx(4.0), pytest.approx(1.25**2)]
+
+
+def test_a_speed_is_told_in_as_many_digits_as_are_known(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known(served)
+    asked = (str(served), "--memory", "8MB", "--context", "64", "--prompt-tokens", "40", "--no-calibrate")
+    _, record, out, _ = plan(capsys, *asked)
+    first = f"Predicted: about {about(record['predicted_tps'])} tokens/s"
+    assert first in out and "s to the first token if the prompt has 40 tokens" in out
+    assert not re.search(r"\d\.\d{2} tokens/s|\d{3,}\.\d s", out)
+    assert [about(n) for n in (22.554, 182.3, 0.5921, 1234)] == ["23", "180", "0.59", "1200"]
+    assert main(["plan", *asked, "--quiet"]) == 0
+    assert capsys.readouterr().out == out.splitlines()[0] + "\n"
+
+
+@pytest.mark.parametrize("context", [64, 2048])
+def test_a_larger_budget_is_not_shown_with_fewer_layers(
+    context: int, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There are such: a larger slot, or a longer chunk of the prompt, may be worth more than a layer."""
+    known(demo_model, layer_s=0.00001)
+    prepared = prepare(demo_model, memory="45MB", context=context)
+    plans = speed_curve(prepared.planning, prepared.calibration, points=25)
+    layers = [len(p.resident) for p in plans]
+    assert layers != sorted(layers), "as without"
+    for p in plans:
+        kept = _rising(plans, p)
+        assert p in kept and [len(k.resident) for k in kept] == sorted(len(k.resident) for k in kept)
+    _, _, out, _ = plan(capsys, str(demo_model), "--memory", "30MB", "--context", str(context), "--no-calibrate")
+    layers = [int(n) for n in re.findall(r"(\d+) of 16 layers", out)]
+    assert len(layers) > 2 and layers == sorted(layers)
+
+
+def test_generate_runs_by_the_plan_of_its_length(quick_models: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(quick_models(4))
+    words = ["generate", model, "-p", "def read", "-m", "3", "--memory", "9MB", "--json", "--ignore-chat-template"]
+    assert main(words) == 0
+    ran = json.loads(capsys.readouterr().out)
+    tokens = ran["prompt_tokens"]
+    length = ("--context", str(tokens + 3), "--prompt-tokens", str(tokens), "--no-calibrate")
+    _, record, _, _ = plan(capsys, model, "--memory", "9MB", *length)
+    assert 0 < ran["streamed_units"] == record["streamed_units"] and ran["slots"] == record["slots"]
+    assert ran["planned_peak_bytes"] == record["predicted_peak_bytes"]
 
 
 def test_how_fast_a_device_computes_is_not_assumed(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

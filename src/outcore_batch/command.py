@@ -47,7 +47,7 @@ from .files import CHAT, NO_MEMORY, BatchRequest, Output, OutputElsewhere
 Refused = list[tuple[int, Exception]]
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     if args.resume and args.force:
         raise UsageError("--resume and --overwrite: give one of them")
     whole("--max-tokens", args.max_tokens)
@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> None:
         bar.clear()
         counts = {"requests": len(lines), "resumed": resumed}
         args.result.record = counts | _report(output, done, time.perf_counter() - began, model)
+    # The launcher of several machines would take the status for a rank that failed.
+    return 1 if agreement.alone and args.result.record["failed"] else 0
 
 
 def read_requests(

@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> None:
         "model_kinds": sorted(profile.size.kinds) if profile else [],
         **asdict(found),
     }
-    _show(args.result.record, found, prepared)
+    if not args.quiet:
+        _show(args.result.record, found, prepared)
 
 
 def _prepare(args: argparse.Namespace) -> Preparation | None:

@@ -31,8 +31,14 @@ def run(args: argparse.Namespace) -> None:
     if args.output is not None:
         text_of("--output", str(args.output))  # MLX can only open names that are valid text
     folder, trust = resolve_model(args.model, args.revision), {"trust_remote_code": args.trust_remote_code}
+    written = set[str]()
     with ProgressBar() as bar:
-        store = pack_model(folder, args.output, force=args.force, coding=coding, progress=bar, **trust)
+
+        def progress(what: str, done: int, total: int) -> None:
+            written.add(what)
+            bar(what, done, total)
+
+        store = pack_model(folder, args.output, force=args.force, coding=coding, progress=progress, **trust)
         if draft is not None:
             found = prepare(store.folder, draft=draft, **trust)
             assert found.planning.draft is not None
@@ -43,7 +49,8 @@ def run(args: argparse.Namespace) -> None:
     how = "in fewer bytes" if coding == COMPACT else "cut in two"
     coded = f" ({len(store.manifest.codings)} {how})" if store.manifest.codings else ""
     drafts = "" if draft is None else f"; --draft {draft} has its draft there"
-    made = f"{len(store.tensors)} tensors{coded}, {format_size(nbytes)}, {seconds:.1f} s{drafts}"
+    how = f"{seconds:.1f} s" if written else "already there; --force writes it again"
+    made = f"{len(store.tensors)} tensors{coded}, {format_size(nbytes)}, {how}{drafts}"
     print(f"{printable(str(store.folder))}: {made}")
     args.result.record = {
         "folder": str(store.folder),

@@ -11,7 +11,7 @@ from typing import Any
 
 from outcore.checks import choice
 from outcore.cli.commands import HUB, KEEP, LOG_LEVELS, LOOK, Command, Flag, commands, flag, parser_of, switch
-from outcore.cli.flags import FLAGS, PLANNED
+from outcore.cli.flags import FLAGS, PLANNED, QUANTIZED
 from outcore.options import LoadOptions
 
 ELSEWHERE = {"list": "info:list_models", "completion": "commands:completion"}
@@ -74,15 +74,15 @@ COMMANDS = dict([
     ),
     _command(
         "completion",
-        "Print a script that makes a shell complete commands and flags. For zsh, save it as _outcore in a folder of "
-        "$fpath.",
+        "Print a script that makes a shell complete commands, flags and values. For zsh, save it as _outcore in a "
+        "folder of $fpath; for fish, as ~/.config/fish/completions/outcore.fish.",
         "bash > ~/.local/share/bash-completion/completions/outcore",
         KEEP,
     ),
 ])  # fmt: skip
 
 
-SHELLS, ACTIONS = ("bash", "zsh", "tcsh"), ("ls", "rm", "clear")
+SHELLS, ACTIONS = ("bash", "zsh", "fish", "tcsh"), ("ls", "rm", "clear")
 
 INFO: list[str | Flag] = ["model-flags", *PLANNED, "engine-flags output-flags"]
 
@@ -158,18 +158,19 @@ def completion(args: argparse.Namespace) -> None:
 
     # The values that flags accept. The parsers do not list them as choices, so that errors are Outcore's own.
     words = {name: each.metadata["words"] for name, each in LoadOptions.__dataclass_fields__.items() if each.metadata}
-    words |= {"log_level": LOG_LEVELS, "shell": SHELLS, "action": ACTIONS}
+    words |= {"log_level": LOG_LEVELS, "shell": SHELLS, "action": ACTIONS, **QUANTIZED, "prefix_cache": ("on", "off")}
+    words["draft"] = "auto", "none", "ngram", "self", "mtp"
     choice("SHELL", args.shell, SHELLS)
     whole = argparse.ArgumentParser(prog="outcore")
     parsers = whole.add_subparsers()
     for name, command in commands().items():
-        own = parser_of(name)
+        own = parser_of(name, everything=True)
         for action in own._actions:
             if words.get(action.dest) and "," not in str(action.default):
                 action.choices = words[action.dest]
-            elif action.type is Path:
+            elif action.type is Path or action.metavar == "FILE":
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-            elif action.dest in ("model", "model_named"):
+            elif action.metavar in ("MODEL", "DIR"):
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
         parsers.add_parser(name, help=command.help, parents=[own], add_help=False)
     print(shtab.complete(whole, args.shell))

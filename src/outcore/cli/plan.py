@@ -37,7 +37,9 @@ def token_range_s(plan: Plan) -> tuple[float, float]:
 
 def run(args: argparse.Namespace) -> None:
     prepared, notes = _prepare(args)
-    args.result.record = show(prepared, prepared.calibration, prepared.plan, last_resort(), notes=notes)
+    args.result.record = show(
+        prepared, prepared.calibration, prepared.plan, last_resort(), notes=notes, quiet=args.quiet
+    )
 
 
 def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
@@ -83,16 +85,19 @@ def show(
     *,
     device: str | None = None,
     notes: Sequence[str] = (),
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Prints a plan and the table of other budgets, and returns the JSON document.
 
     Args:
         available: bytes that the recommended budget may use.
         device: a published device that the plan is for; None: this machine.
+        quiet: print the first line only.
     """
     plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
     plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
-    best, computing = knee(plans, available), computing_from(plans)
+    rising = _rising(plans, plan)
+    best, computing = knee(rising, available), computing_from(plans)
     row, name = _row(plan, device is not None), name_of(Path(prepared.given))
     low, high = token_range_s(plan) if plan.foretold and device is None else (None, None)
     record = facts(plan) | {
@@ -125,15 +130,38 @@ def show(
     }
     out = console()
     out.print(_headline(record, plan))
+    if quiet:
+        return record
     items = [(name, format_size(nbytes)) for name, nbytes in record["items"].items()]
     out.print(listing([*items, ("together", format_size(plan.peak_bytes))], "right"))
-    if len(plans) > 1:
+    if len(rising) > 1:
         # If computing is the limit everywhere, all rows are about as fast: a few are enough.
-        few = [p for p in plans if p in (plans[0], plan, best, plans[-1])]
-        out.print(_curve_table(few if computing is plans[0] else plans, plan, best, device is not None))
+        few = [p for p in rising if p in (plans[0], plan, best, plans[-1])]
+        out.print(_curve_table(few if computing is plans[0] else rising, plan, best, device is not None))
     for line in _sentences(record, plans, best, computing):
         out.print(line)
     return record
+
+
+def _rising(plans: Sequence[Plan], plan: Plan) -> list[Plan]:
+    """Leaves out budgets with fewer layers resident than a smaller one, which are as fast by larger slots or chunks;
+    ``plan`` itself stays."""
+
+    def resident(p: Plan) -> tuple[bool, int, int]:
+        return not p.streams, sum(n for _, n in p.pools), len(p.resident)
+
+    found: list[Plan] = []
+    for p in plans:
+        if p is plan:
+            found = [smaller for smaller in found if resident(smaller) <= resident(p)]
+        if not found or resident(p) >= resident(found[-1]):
+            found.append(p)
+    return found
+
+
+def about(number: float) -> str:
+    """Returns a predicted number in two digits, as more are not known."""
+    return f"{float(f'{number:.2g}'):g}"
 
 
 def facts(plan: Plan) -> dict[str, Any]:
@@ -198,10 +226,10 @@ def _drafts(choices: Sequence[Choice], taken: Choice | None) -> list[dict[str, A
 def _headline(record: dict[str, Any], plan: Plan) -> str:
     speed, tps, low = "Speed unknown, as nothing was measured", record["predicted_tps"], record["predicted_tps_low"]
     if tps is not None:
-        between = "" if low is None else f" ({low:.2f} to {record['predicted_tps_high']:.2f})"
+        between = "" if low is None else f" ({about(low)} to {about(record['predicted_tps_high'])})"
         speed = (
-            f"Predicted{', not measured' if record['device'] else ''}: {tps:.2f} tokens/s{between}, "
-            f"{plan.ttft_s:.1f} s to the first token (after a prompt of {record['prompt']} tokens)"
+            f"Predicted{', not measured' if record['device'] else ''}: about {about(tps)} tokens/s{between}, and "
+            f"{about(plan.ttft_s)} s to the first token if the prompt has {record['prompt']} tokens (--prompt-tokens)"
         )
     budget, peak = format_size(plan.budget_bytes), format_size(plan.peak_bytes)
     return f"{record['title']} with {budget}: {held(plan)}. {speed}; peak {peak}."
@@ -217,7 +245,7 @@ def _sentences(
         where = "At every budget" if computing is plans[0] else f"From {there} on"
         yield (
             f"{where} computing is the limit, not the disk: everything in memory gives "
-            f"{1 / plans[-1].token_s:.2f} tokens/s, {there} gives {1 / computing.token_s:.2f}."
+            f"about {about(1 / plans[-1].token_s)} tokens/s, {there} gives {about(1 / computing.token_s)}."
         )
     if best is None:
         yield "None of these budgets fits in the memory that is free now."
@@ -225,7 +253,7 @@ def _sentences(
         memory = format_size(best.budget_bytes, round_up=True).replace(" ", "")
         why = "(everything fits)"
         if record["device"] or best.foretold:
-            why = f"({1 / best.token_s:.2f} tokens/s); more memory gains less than 5 %"
+            why = f"(about {about(1 / best.token_s)} tokens/s); more memory gains less than 5 %"
         yield f"Recommended: --memory {memory} {why}."
     if record["device"] is None:
         yield from _draft_lines(record["drafts"])
@@ -241,7 +269,7 @@ def _draft_lines(rows: Collection[dict[str, Any]]) -> Iterator[str]:
             continue
         takes = row["draft_bytes"] + row["beside_bytes"]
         yield (
-            f"  {row['draft']}: {row['predicted_tps']:.2f} tokens/s, {row['tokens_per_sweep']:.1f} per pass; "
+            f"  {row['draft']}: about {about(row['predicted_tps'])} tokens/s, {row['tokens_per_sweep']:.1f} per pass; "
             f"{row['resident_units']} layers resident, {format_size(row['bytes_per_sweep'])} read per pass"
             + (f", takes {format_size(takes)}" if takes else "")
             + (" ← this plan" if row["chosen"] else "")
@@ -273,8 +301,8 @@ def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, foretold:
             format_size(p.budget_bytes, round_up=True),
             f"{sum(n for _, n in p.pools)} of {p.experts} experts" if p.pools else p.held,
             format_size(p.bytes_per_token) if p.streams else "-",
-            f"{p.ttft_s:.1f} s" if known else "-",
-            f"{1 / p.token_s:.2f}" if known else "-",
+            f"{about(p.ttft_s)} s" if known else "-",
+            about(1 / p.token_s) if known else "-",
             " ".join(marks),
         ])  # fmt: skip
     return table([">memory", ">resident", ">read/\ntoken", ">first\ntoken", ">tokens/s", ""], rows)
