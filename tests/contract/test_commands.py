@@ -135,7 +135,7 @@ def test_the_keys_of_each_commands_json(outcore_here: Run, small: str, demo_mode
     }
     for name, given in words.items():
         status, out, _ = outcore_here(name.partition(".")[0], *given, "--json")
-        assert status == 0, name
+        assert status == (1 if name == "batch" else 0), name  # one of its lines fails
         found[name] = shapes.shape(one_document(out)) if out else None
     assert {"forward_passes", "sweeps"} & set(found["generate"])
     assert set(found["generate"]) >= GENERATE and set(found["plan"]) >= PLAN
