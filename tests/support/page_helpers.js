@@ -56,15 +56,17 @@ window.t = {
     whole.show(text, true);
     return grows.element.innerHTML === whole.element.innerHTML && before === whole.element.textContent;
   },
-  // Of each frame: the milliseconds of what the page does in it, and of the layout that follows.
+  // Of each frame in which what is said changed: the milliseconds of what the page does in it, and of its layout.
   timeFrames() {
-    const plain = requestAnimationFrame;
+    const plain = requestAnimationFrame, changes = new MutationObserver(() => {});
+    changes.observe(document.getElementById("talk"), {childList: true, characterData: true, subtree: true});
     window.spent = [];
     window.requestAnimationFrame = draw => plain(at => {
+      changes.takeRecords();
       const began = performance.now();
       draw(at);
       document.body.offsetHeight;
-      window.spent.push(performance.now() - began);
+      if (changes.takeRecords().length) window.spent.push(performance.now() - began);
     });
   },
   // What stands out of the window on the right.

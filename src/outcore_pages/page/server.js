@@ -18,11 +18,11 @@ function askKey() {
 }
 export async function ask(path, options = {}) {
   for (;;) {
-    const headers = {...options.headers};
-    if (key) headers["Authorization"] = "Bearer " + key;
+    const headers = {...options.headers}, used = key;
+    if (used) headers["Authorization"] = "Bearer " + used;
     const response = await fetch(path, {...options, headers});
     if (response.status !== 401) return response;
-    await askKey();
+    if (used === key) await askKey();  // else it was given meanwhile
   }
 }
 export async function* events(response) {
