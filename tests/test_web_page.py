@@ -295,7 +295,7 @@ def test_conversations_files_and_exports(page: Page) -> None:
     page.open()
     assert page.texts("#chats a") == []
     page.give("chats-file", ("c.json", saved))
-    page.until("document.querySelectorAll('#chats a').length === 2")
+    page.until("document.querySelectorAll('.said').length === 2")  # all are kept, and the first is shown
     page.open()
     assert sorted(page.texts("#chats a")) == ["Another one", "What is this?"]
     page.run("t.set('find', 'ANOTHER', 'input')")
@@ -326,8 +326,8 @@ def test_nothing_that_is_said_runs(page: Page) -> None:
     page.give(
         "chats-file", ("c.json", json.dumps({"chats": [{"title": PAYLOADS[0], "messages": said}, *hostile, *odd]}))
     )
-    page.until(f"document.querySelectorAll('#chats li').length === {len(PAYLOADS) + 3}")
-    assert len(page.texts(".said")) == len(said) and page.run("t.harmful()") == []
+    page.until(f"document.querySelectorAll('.said').length === {len(said)}")
+    assert len(page.texts("#chats li")) == len(PAYLOADS) + 3 and page.run("t.harmful()") == []
     page.run("document.querySelectorAll('details').forEach(e => { e.open = true; }); document.body.offsetHeight")
     page.set()
     page.run("[...document.querySelectorAll('#chats [aria-label^=Delete]')].at(-1).click()")
