@@ -46,6 +46,10 @@ VALID: dict[str, dict[str, Any]] = {
         "model": "m", "prompt": [[1, 2], "b"], "n": 2, "best_of": 2, "logprobs": 2, "echo": False, "suffix": "",
         "stop": "x", "stream": True, "max_tokens": 4, "response_format": {"type": "json_object"},
     },
+    "/v1/responses/compact": {
+        "model": "m", "instructions": "i",
+        "input": [{"type": "compaction", "encrypted_content": "a"}, {"role": "user", "content": "b"}],
+    },
     "/v1/responses": {
         "model": "m", "instructions": "i", "stream": True, "max_output_tokens": 5,
         "reasoning": {"effort": "low", "summary": "auto"},

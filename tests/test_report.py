@@ -270,6 +270,27 @@ def test_axes_have_round_numbers() -> None:
     assert labels == ["0", "0.5", "1", "0", "2", "4", "6", "8"]  # up to 1.47 tokens per second, and 9.12 GB
 
 
+def test_speeds_that_are_far_apart_are_apart_in_the_chart_too() -> None:
+    def heights(fastest: float) -> list[float]:
+        rows = [streamed(24, 2.0), streamed(0, 0.5), full(fastest)]
+        return [float(y) for y in re.findall(r'<circle cx="[^"]*" cy="([^"]*)"', page_of(document(rows=rows)))]
+
+    slow, faster, _ = heights(4.0)
+    assert slow - faster == pytest.approx((264 - 24) * 1.5 / 4, abs=1)
+    slow, faster, _ = heights(400.0)  # from 0.1 to 1000: three quarters of a power of ten would be one pixel of 400
+    assert slow - faster == pytest.approx((264 - 24) * 0.6 / 4, abs=1)
+    assert "tokens per second, logarithmic" in page_of(document(rows=[streamed(0, 0.5), full(400.0)]))
+
+
+def test_batches_are_curves_of_their_own() -> None:
+    rows = [streamed(at, tps * batch, batch=batch) for batch in (1, 8) for at, tps in ((0, 0.5), (16, 0.9))]
+    shown = page_of(document(rows=rows))
+    assert shown.count("<polyline") == 4  # two of them ceilings
+    assert re.findall(r">((?:Outcore|ceiling)[^<]*)</text>", shown) == [
+        "Outcore, batch 1", "Outcore, batch 8", "ceiling, batch 1", "ceiling, batch 8",
+    ]  # fmt: skip
+
+
 def noisy(row: BenchRow) -> BenchRow:
     return dataclasses.replace(row, notes=[f"{BUSY} 40 % of the cores right before"])
 

@@ -13,7 +13,7 @@ from ..document import BenchRow, Document, Inputs, Stat
 from . import tables
 from .tables import ReportTable, by_budget, ceiling, document_name, number, place, sentences, size, speed, streams
 
-# Names of modes in charts. Each has a colour; modes that are not listed share another.
+# Names of modes in charts. Each has a colour.
 _MODES = {"outcore": "Outcore", "plain": "naive streaming", "mlx-lm": "mlx-lm, all in memory"}
 
 
@@ -66,21 +66,26 @@ def _best(documents: Sequence[Document]) -> list[Document]:
 
 
 def _chart(document: Document, heading: str) -> Chart | None:
-    """Draws speed over peak memory: a curve for each mode, and Outcore's ceiling. None if all rows have one peak."""
-    points: dict[str, list[tuple[float, Stat]]] = {}
-    ceilings = []
+    """Draws speed over peak memory: a curve for each mode and batch, and Outcore's ceiling. None if all rows have one
+    peak."""
+    points, ceilings = dict[str, list[tuple[float, Stat]]](), dict[str, list[tuple[float, Stat]]]()
+    colours: dict[str, str] = {}
+    several = len({row.setting.batch for row in document.rows}) > 1
     for row in document.rows:
         stat, best = row.speed.decode_tps, ceiling(row)
         if row.error is None and row.use.peak_memory_bytes and stat is not None and stat.median > 0:
-            at = row.use.peak_memory_bytes / 1e9
-            points.setdefault(row.mode, []).append((at, stat))
+            at, batch = row.use.peak_memory_bytes / 1e9, f", batch {row.setting.batch}" * several
+            name = _MODES.get(row.mode, row.mode) + batch
+            number = list(_MODES).index(row.mode) if row.mode in _MODES and not several else len(points) % 6
+            colours.setdefault(name, f"--series-{number}")
+            points.setdefault(name, []).append((at, stat))
             if best is not None and row.mode == "outcore":
-                ceilings.append((at, Stat(best, best, best, 1)))
+                ceilings.setdefault("ceiling" + batch, []).append((at, Stat(best, best, best, 1)))
     if len({at for marks in points.values() for at, _ in marks}) < 2:
         return None
-    colours = {mode: f"--series-{i}" for i, mode in enumerate(_MODES)}
-    curves = [ChartCurve(_MODES.get(m, m), colours.get(m, "--series-3"), tuple(marks)) for m, marks in points.items()]
-    curves += [ChartCurve("ceiling", "--muted", tuple(ceilings), dashed=True)] if ceilings else []
+    curves = [ChartCurve(name, colours[name], tuple(marks)) for name, marks in points.items()]
+    lines = [(name, tuple(marks)) for name, marks in ceilings.items() if len(marks) > 1]
+    curves += [ChartCurve(name, "--muted", marks, dashed=True) for name, marks in lines]
     return Chart(heading, curves_chart(f"Speed against memory: {document.model.name}", curves, "peak memory, GB"))
 
 
@@ -136,11 +141,16 @@ class ChartCurve:
 
 def curves_chart(title: str, curves: Sequence[ChartCurve], x_label: str) -> str:
     most_x = max(x for curve in curves for x, _ in curve.points)
-    most_y = max(stat.most for curve in curves for _, stat in curve.points)
+    stats = [stat for curve in curves for _, stat in curve.points]
+    least_y, most_y = min(stat.least for stat in stats), max(stat.most for stat in stats)
+    # Of speeds that are this far apart, the lower ones would lie on the axis.
+    powers = [10.0**n for n in range(math.floor(math.log10(least_y)), math.ceil(math.log10(most_y)) + 1)]
+    logarithmic = most_y > 20 * least_y
     foot, legend = HEIGHT - BOTTOM, 16 * len(curves)
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return LEFT + x / most_x * (WIDTH - LEFT - 16), foot - y / most_y * (foot - 24)
+        up = math.log(y / powers[0]) / math.log(powers[-1] / powers[0]) if logarithmic else y / most_y
+        return LEFT + x / most_x * (WIDTH - LEFT - 16), foot - up * (foot - 24)
 
     def text(x: float, y: float, words: str, anchor: str = "start", colour: str = "--muted") -> str:
         content = escape(shown(words))
@@ -156,12 +166,15 @@ def curves_chart(title: str, curves: Sequence[ChartCurve], x_label: str) -> str:
             yield f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3" fill="var({curve.colour})"/>'
             yield f'<path d="M{left:.1f} {low:.1f}V{high:.1f}" stroke="var({curve.colour})"/>'
 
-    parts = [text(LEFT, 14, "tokens per second"), text(WIDTH - 16, HEIGHT - 4, x_label, "end")]
-    for value in _ticks(most_y):
+    parts = [
+        text(LEFT, 14, "tokens per second" + ", logarithmic" * logarithmic),
+        text(WIDTH - 16, HEIGHT - 4, x_label, "end"),
+    ]
+    for value in powers if logarithmic else _ticks(most_y):
         y = at(0, value)[1]
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 16}" stroke="var(--grid)"/>')
-        parts.append(text(LEFT - 4, y + 4, f"{value:.3g}", "end"))
-    parts += [text(at(value, 0)[0], foot + 16, f"{value:.3g}", "middle") for value in _ticks(most_x)]
+        parts.append(text(LEFT - 4, y + 4, f"{value:g}", "end"))
+    parts += [text(at(value, most_y)[0], foot + 16, f"{value:g}", "middle") for value in _ticks(most_x)]
     for i, curve in enumerate(curves):
         parts += [*drawn(curve), text(LEFT, HEIGHT + 14 + 16 * i, curve.name, colour=curve.colour)]
     box = f'viewBox="0 0 {WIDTH} {HEIGHT + legend + 4}"'
