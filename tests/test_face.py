@@ -25,7 +25,7 @@ from outcore.errors import UsageError
 from outcore.machine.cache_folder import cache_dir
 from outcore.machine.settings import setting
 
-NAMES_NO_MODEL = ("cache", "completion", "demo", "launch", "list", "monitor", "report", "serve")
+NAMES_NO_MODEL = ("cache", "completion", "demo", "launch", "list", "monitor", "ps", "report", "serve", "stop")
 TAKES_MODEL = [c for c in commands() if c not in NAMES_NO_MODEL]
 HEAVY = ("mlx", "mlx_lm", "transformers", "pydantic", "rich", "numpy", "shtab")
 
@@ -390,7 +390,7 @@ def test_budgets_are_told_with_the_flags_that_they_are_for(quick: Path, capsys: 
 def test_one_of_something_is_no_plural(quick: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").write_text("no JSON\n")
     files = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
-    assert main(["batch", str(quick), *files, "--quiet"]) == 0
+    assert main(["batch", str(quick), *files, "--quiet"]) == 1
     assert capsys.readouterr() == (f"{tmp_path / 'out'}: 0 answers, 1 error\n", "")
 
 

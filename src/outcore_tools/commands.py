@@ -10,11 +10,16 @@ from types import ModuleType
 from typing import Any
 
 from outcore.checks import choice
-from outcore.cli.commands import HUB, KEEP, LOG_LEVELS, LOOK, Command, Flag, commands, flag, parser_of, switch
+from outcore.cli.commands import GET, HUB, KEEP, LOG_LEVELS, LOOK, Command, Flag, commands, flag, parser_of, switch
 from outcore.cli.flags import FLAGS, PLANNED, QUANTIZED
 from outcore.options import LoadOptions
 
-ELSEWHERE = {"list": "info:list_models", "completion": "commands:completion"}
+ELSEWHERE = {
+    "list": "info:list_models",
+    "completion": "commands:completion",
+    "ps": "processes:ps",
+    "stop": "processes:stop",
+}
 
 
 def _command(name: str, about: str, example: str, kind: str, **more: Any) -> tuple[str, Command]:
@@ -27,22 +32,32 @@ _LEAVE_OUT = "outcore_tools.commands:leave_out"
 
 COMMANDS = dict([
     _command(
-        "info",
-        "Show a model's layers and sizes, and what would be resident at a given --memory. Reads headers, and one "
-        "block of each tensor to identify the model; loads nothing.",
-        f"{HUB} --memory 4GB",
-        LOOK,
+        "pull",
+        "Download a model from the Hugging Face Hub. Checks first that the disk has room. What is there already is not "
+        "downloaded again.",
+        HUB,
+        GET,
         alone=_LEAVE_OUT,
     ),
     _command(
         "list",
-        "List the models in the Hub's cache and the memory that each needs. Shows the size on disk, the smallest "
+        "List the models in the Hub's cache and in folders with short names. Shows the size on disk, the smallest "
         "budget, the budget that keeps everything resident, and whether the model streams here. Loads and downloads "
         "nothing.",
         "--memory 4GB",
-        LOOK,
+        GET,
         alone=_LEAVE_OUT,
     ),
+    _command(
+        "info",
+        "Show a model's layers and sizes, and what would be resident at a given --memory. Reads headers, and one "
+        "block of each tensor to identify the model; loads nothing.",
+        f"{HUB} --memory 4GB",
+        GET,
+        alone=_LEAVE_OUT,
+    ),
+    _command("ps", "List your running Outcore processes: model, memory, speed.", "", LOOK),
+    _command("stop", "End a running Outcore process. outcore serve lets running answers end first.", "8123", LOOK),
     _command(
         "monitor",
         "Watch your running Outcore processes: layers, memory, disk, tokens. Ctrl-C leaves. --json prints four "
@@ -83,6 +98,35 @@ COMMANDS = dict([
 
 
 SHELLS, ACTIONS = ("bash", "zsh", "fish", "tcsh"), ("ls", "rm", "clear")
+
+PULL: list[str | Flag] = ["model_named model revision output-flags"]
+
+PS: list[str | Flag] = ["output-flags"]
+
+STOP: list[str | Flag] = [
+    flag("which", "The process, or the model that it runs.", nargs="?", metavar="PID | MODEL"),
+    "output-flags",
+]
+
+_ANSWERS = "outcore chat MODEL talks with a model, outcore generate MODEL -p PROMPT answers once"
+_REMOVES = "hf cache rm model/OWNER/NAME removes a model from the Hub's cache, outcore cache rm what Outcore made of it"
+_CONVERTS = "models of the Hub are read as they are; mlx_lm.convert makes and quantizes others"
+
+# Commands of Ollama, LM Studio, mlx-lm and the Hub.
+INSTEAD = {
+    **dict.fromkeys(("run", "ask"), _ANSWERS),
+    **dict.fromkeys(("rm", "remove", "delete"), _REMOVES),
+    **dict.fromkeys(("convert", "quantize"), _CONVERTS),
+    **dict.fromkeys(("download", "get"), "outcore pull MODEL downloads a model"),
+    **dict.fromkeys(("show", "inspect"), "outcore info MODEL shows a model's layers and sizes"),
+    **dict.fromkeys(("ls", "models"), "outcore list lists the models"),
+    **dict.fromkeys(("kill", "unload"), "outcore stop ends a running process"),
+    "status": "outcore ps lists what runs",
+    "start": "outcore serve MODEL starts a server",
+    "create": "a Modelfile is used as it is: outcore chat --modelfile FILE",
+    "version": "outcore --version shows it",
+    "benchmark": "outcore bench measures a model",
+}
 
 INFO: list[str | Flag] = ["model-flags", *PLANNED, "engine-flags output-flags"]
 

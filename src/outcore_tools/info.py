@@ -8,10 +8,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CachedRepoInfo, CacheNotFound, scan_cache_dir
 
+from outcore.checkpoint.checkpoint import CONFIG
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.manifest import PLAIN
 from outcore.checkpoint.packed_store import missing_bytes
@@ -22,6 +24,7 @@ from outcore.cli.plan import facts, held
 from outcore.decode.budget import asked_budget
 from outcore.decode.preparation import Preparation, prepare
 from outcore.errors import BudgetError, OutcoreError
+from outcore.machine.settings import short_names
 from outcore.plan.joint_plan import AUTO, NONE
 from outcore.plan.planner import resident_budget
 from outcore.sizes import format_size
@@ -129,14 +132,16 @@ def list_models(args: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     try:
         info = scan_cache_dir(args.cache_dir)
-        rows += [_row(r, args.context, budget) for r in info.repos if r.repo_type == "model"]
+        rows += [_of_hub(r, args.context, budget) for r in info.repos if r.repo_type == "model"]
         rows += _broken(info.warnings)
     except (CacheNotFound, ValueError):  # no such folder, or a file
         pass
+    if args.cache_dir is None:
+        rows += [_row(name, folder, args.context, budget) for name, folder in _named_folders()]
     rows.sort(key=lambda r: str(r["model"]).lower())
     args.result.record = {"budget_bytes": budget, "context": args.context, "models": rows}
     if not rows:
-        print("no models in the Hub's cache; outcore generate --model owner/name downloads one")
+        print("no models in the Hub's cache; outcore pull owner/name downloads one")
         return
     _show_models(rows)
     print(f"here: with --memory {format_size(budget)}{'' if args.memory else ' (the default)'}")
@@ -152,12 +157,26 @@ def _broken(warnings: Sequence[Exception]) -> Iterator[dict[str, Any]]:
             yield _refused(name, 0, f"incomplete in the Hub's cache: {text.partition(': ')[0]}")
 
 
-def _row(repo: CachedRepoInfo, context: int | None, budget: int) -> dict[str, Any]:
-    name, nbytes = repo.repo_id, repo.size_on_disk
+def _named_folders() -> Iterator[tuple[str, Path]]:
+    """Yields the models in folders that have a short name: the folder itself, or those in it."""
+    for name, value in short_names().items():
+        folder = Path(value).expanduser()
+        inside = [] if (folder / CONFIG).exists() else sorted(folder.glob(f"*/{CONFIG}"))
+        yield from ((str(path.parent), path.parent) for path in inside)
+        if folder.is_dir() and not inside:
+            yield name, folder
+
+
+def _of_hub(repo: CachedRepoInfo, context: int | None, budget: int) -> dict[str, Any]:
     if not repo.revisions:
-        return _refused(name, nbytes, "nothing downloaded")
+        return _refused(repo.repo_id, repo.size_on_disk, "nothing downloaded")
     # As ``--model`` does: the main branch, or the newest download.
     folder = max(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified)).snapshot_path
+    return _row(repo.repo_id, folder, context, budget, repo.size_on_disk)
+
+
+def _row(name: str, folder: Path, context: int | None, budget: int, nbytes: int | None = None) -> dict[str, Any]:
+    nbytes = sum(file.stat().st_size for file in folder.glob("*") if file.is_file()) if nbytes is None else nbytes
     try:
         with redirect_stdout(sys.stderr):  # mlx-lm prints warnings
             prepared = prepare(folder, memory=f"{budget}B", context=context, least=True)

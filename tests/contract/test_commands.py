@@ -19,7 +19,7 @@ import pytest
 
 COMMANDS = {
     "batch", "bench", "cache", "cache-prompt", "calibrate", "chat", "completion", "demo", "doctor", "generate", "info",
-    "launch", "list", "matrix", "monitor", "pack", "perplexity", "plan", "report", "serve",
+    "launch", "list", "matrix", "monitor", "pack", "perplexity", "plan", "ps", "pull", "report", "serve", "stop",
 }  # fmt: skip
 
 GENERATE = {

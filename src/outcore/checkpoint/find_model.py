@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError, MissingFileError, UsageError
+from ..machine.settings import short_names
 from ..text import one_line, quoted
 from .checkpoint import GGUF, not_a_folder, require_config
 
 _HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/(?:models/)?([\w.-]+/[\w.-]+)", re.IGNORECASE)
 
 
-def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
+# Downloads a model of the Hub by its name and revision, and returns its folder.
+Fetch = Callable[[str, str | None], Path]
+
+
+def resolve_model(path_or_repo: str, revision: str | None = None, fetch: Fetch | None = None) -> Path:
     """Return the local folder of a model, downloading it from the Hugging Face Hub with mlx-lm if necessary.
 
     Args:
-        path_or_repo: a folder, or a name such as ``mlx-community/Qwen3.5-9B-MLX-6bit``.
+        path_or_repo: a folder, a name such as ``mlx-community/Qwen3.5-9B-MLX-6bit``, or a short name for one.
         revision: branch, tag or commit on the Hub; ignored for local folders.
+        fetch: downloads it; None: as mlx-lm does.
 
     Raises:
         UsageError: an empty name.
         MissingFileError: no such folder, or the Hub has no such model.
         CheckpointError: the path is a file.
     """
+    path_or_repo = short_names().get(path_or_repo, path_or_repo)
     if not path_or_repo.strip():
         raise UsageError("no model given; name a folder, or a model of the Hugging Face Hub such as owner/name")
     try:
@@ -46,10 +54,10 @@ def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
     looks_local = path_or_repo.startswith((os.sep, ".", "~")) or path_or_repo.count("/") > 1 or path.is_symlink()
     if looks_local or path.suffix in {".gguf", ".safetensors", ".json", ".bin"}:
         raise MissingFileError(f"{quoted(path_or_repo)}: no such folder; check the path, or name a Hub model")
-    return download(path_or_repo, revision)
+    return download(path_or_repo, revision, fetch)
 
 
-def download(repo: str, revision: str | None) -> Path:
+def download(repo: str, revision: str | None, fetch: Fetch | None = None) -> Path:
     # Imported here because together they take a second, and reading headers needs neither.
     from huggingface_hub import errors as hub
     from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -74,7 +82,7 @@ def download(repo: str, revision: str | None) -> Path:
         else f"{away} check the network and HF_ENDPOINT, or give a folder",
     }
     try:
-        return by_mlx_lm(repo, revision)
+        return (fetch or by_mlx_lm)(repo, revision)
     except known as error:
         what = next((text for kind, text in explanations.items() if isinstance(error, kind)), None)
         what = what or f"could not be downloaded ({one_line(error)}); try again, what has arrived is kept"

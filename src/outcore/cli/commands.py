@@ -7,6 +7,7 @@ imports that module, so it must be light. It defines
 - ``FLAGS`` (optional): by command name, ``"module:function"``. The function adds flags to the command's parser. To act
   on them it sets ``parser.run``, the function that the command then runs instead, or ``parser.fill``, which is called
   with the parsed flags and may change them and ``args.preset``;
+- ``INSTEAD`` (optional): by words that other programs have for commands, what there is instead;
 - ``RANK`` (optional, one package only): the module whose ``as_rank`` runs a command as one rank of several.
 """
 
@@ -39,8 +40,10 @@ RANKS = "MLX_RANK", "OMPI_COMM_WORLD_RANK"
 # Environment variable that is set when standard input carries lines typed at a launcher's terminal.
 TYPED_ELSEWHERE = "OUTCORE_RANK_TYPED"
 
-RUN, LOOK, KEEP = "run a model", "look at models, processes and this machine", "manage files on this machine"
-KINDS = (RUN, LOOK, KEEP, "measure", "several machines")
+# Headings of the help, in the order of use.
+GET, RUN = "get and choose a model", "run a model"
+LOOK, KEEP = "look at what runs, and at this machine", "manage files on this machine"
+KINDS = (GET, RUN, LOOK, KEEP, "measure", "several machines")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Command:
         needs_model: without a model on the command line, the configured one is used (``machine.settings``).
         alone: ``"module:function"`` to call before the command is imported, in a process that runs nothing else.
         extra: the pip extra that the command needs.
+        last: comes last under its heading.
         launcher: the command runs others in child processes, which choose a GPU and handle ``--quiet`` themselves.
     """
 
@@ -70,6 +74,7 @@ class Command:
     needs_model: bool = True
     alone: str | None = None
     extra: str | None = None
+    last: bool = False
     launcher: bool = False
 
     @property
@@ -121,7 +126,8 @@ CORE = dict([
         "Predict speed and memory for a budget, without loading the model. Lists what the memory is used for, and the "
         "speed of every budget from the smallest to all layers resident. The first run measures this machine, which "
         "takes up to a minute.",
-        kind=LOOK,
+        kind=GET,
+        last=True,
     ),
 ])  # fmt: skip
 
@@ -131,7 +137,7 @@ def commands() -> dict[str, Command]:
     for package in modules("commands").values():
         found |= {name: command for name, command in package.COMMANDS.items() if name not in CORE}
     kinds = [*KINDS, *(command.kind for command in found.values())]
-    return dict(sorted(found.items(), key=lambda item: kinds.index(item[1].kind)))
+    return dict(sorted(found.items(), key=lambda item: (kinds.index(item[1].kind), item[1].last)))
 
 
 def parser_of(name: str, *, everything: bool = False) -> ArgumentParser:

@@ -21,7 +21,8 @@ from itertools import groupby
 
 from ..errors import BudgetError, OutcoreError, UsageError, by_flags
 from ..machine.gpus import leave_one
-from ..machine.settings import Setting, setting, settled
+from ..machine.settings import Setting, setting, settled, short_names
+from ..packages import modules
 from ..text import meant, shortened
 from ..version import __version__
 from .commands import RANKS, ArgumentParser, Command, commands, parser_of, rank_module
@@ -32,27 +33,8 @@ WIDEST = 110
 FOR_ALL = (
     "Defaults for all commands: set OUTCORE_MEMORY, OUTCORE_MODEL, OUTCORE_CACHE and OUTCORE_MONITOR (off hides "
     "processes from outcore monitor), or memory, model, cache and monitor in ~/.config/outcore/config.toml (or the "
-    "file that OUTCORE_CONFIG names)."
+    "file that OUTCORE_CONFIG names), whose table [models] gives models short names."
 )
-
-_ANSWERS = "outcore chat MODEL talks with a model, outcore generate MODEL -p PROMPT answers once"
-_INFO = "outcore info MODEL shows a model's layers and sizes"
-_REMOVES = "hf cache rm model/OWNER/NAME removes a model from the Hub's cache, outcore cache rm what Outcore made of it"
-_CONVERTS = "models of the Hub are read as they are; mlx_lm.convert makes and quantizes others"
-_DOWNLOADS = "outcore generate --model OWNER/NAME downloads a model that is not there"
-_RUNNING = "outcore monitor --once shows what runs"
-
-# Commands of Ollama, LM Studio, mlx-lm and the Hub, and what there is instead.
-INSTEAD = {
-    "run": _ANSWERS, "ask": _ANSWERS, "start": "outcore serve MODEL starts a server",
-    "show": _INFO, "inspect": _INFO, "ls": "outcore list lists the models", "models": "outcore list lists the models",
-    "rm": _REMOVES, "remove": _REMOVES, "delete": _REMOVES,
-    "convert": _CONVERTS, "quantize": _CONVERTS,
-    "create": "a Modelfile is used as it is: outcore chat --modelfile FILE",
-    "download": _DOWNLOADS, "get": _DOWNLOADS, "pull": _DOWNLOADS, "ps": _RUNNING, "status": _RUNNING,
-    "stop": f"{_RUNNING}; kill PID ends it cleanly", "kill": f"{_RUNNING}; kill PID ends it cleanly",
-    "version": "outcore --version shows it", "benchmark": "outcore bench measures a model",
-}  # fmt: skip
 
 
 def usage() -> str:
@@ -110,8 +92,9 @@ def _without_command(args: list[str]) -> int:
         return 0
     kind = "flag" if args[0].startswith("-") else "command"
     known = [name for name in (*commands(), "help", "--help", "--version") if name.startswith("-") == (kind == "flag")]
-    if (instead := INSTEAD.get(args[0])) is not None:
-        raise UsageError(f"no command {args[0]!r}; {instead}")
+    for package in modules("commands").values():
+        if instead := getattr(package, "INSTEAD", {}).get(args[0]):
+            raise UsageError(f"no command {args[0]!r}; {instead}")
     raise UsageError(f"no {kind} {shortened(args[0])!r}{meant(args[0], known)}; outcore --help lists the commands")
 
 
@@ -177,7 +160,7 @@ def _work(command: Command, run: str) -> Callable[[argparse.Namespace], int | No
 
 def _settle(command: Command, parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Setting]:
     setting("monitor")
-    settled()  # every command reports a configuration file that cannot be used, also one that needs no setting
+    settled(), short_names()  # every command reports a file that cannot be used, also one that needs no setting
     if getattr(args, "device", None) is not None:
         return {}  # the settings are about this machine
     log, found = logging.getLogger("outcore"), {}

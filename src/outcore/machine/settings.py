@@ -6,8 +6,11 @@
     cache = "/Volumes/fast/outcore"
     monitor = "off"
 
+    [models]  # short names, accepted wherever a model is named
+    qwen = "mlx-community/Qwen3-8B-4bit"
+
 A flag overrides a variable (``OUTCORE_MEMORY``, ``OUTCORE_MODEL``, ``OUTCORE_CACHE``, ``OUTCORE_MONITOR``), which
-overrides the file. Python programs use only the cache folder and the monitor setting.
+overrides the file. Python programs use only the cache folder, the monitor setting and the short names.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ ON, OFF = "on", "off"
 
 # Keys of the file, with an example of each.
 KEYS = {"memory": "4GB", "model": "mlx-community/Qwen3-8B-4bit", "cache": "~/outcore", "monitor": OFF}
+
+# Key of the file whose table gives short names to models.
+MODELS = "models"
 
 # Variable for the number of ranks that divide this host's memory.
 SHARED_BY = "OUTCORE_MEMORY_SHARED_BY"
@@ -62,24 +68,41 @@ def settled() -> dict[str, Setting]:
     Raises:
         UsageError: it cannot be used.
     """
-    own, found = os.environ.get("OUTCORE_CONFIG"), {}
-    if own == os.devnull:
-        return {}
-    try:
-        path = Path(own).expanduser() if own else PlatformDirs("outcore").user_config_path / "config.toml"
-    except RuntimeError as e:  # there is no home folder
-        if own:
-            raise UsageError(f"OUTCORE_CONFIG: {shortened(own)}: {e}") from e
-        return {}
-    for key, value in _read(path, named=bool(own)).items():
+    path, values = _file()
+    found = {}
+    for key, value in values.items():
+        if key == MODELS:
+            continue  # ``short_names`` checks them
         if key not in KEYS:
-            raise UsageError(f"{path}: unknown key {shortened(key)}; the keys are {', '.join(KEYS)}")
+            raise UsageError(f"{path}: unknown key {shortened(key)}; the keys are {', '.join((*KEYS, MODELS))}")
         if not isinstance(value, str) or not value:
             raise UsageError(f'{path}: {key}: give text in quotation marks, such as {key} = "{KEYS[key]}"')
         if key == "cache" and not value.startswith(("/", "~")):
             raise UsageError(f"{path}: cache: {shortened(value)}: give the whole path, from / or ~ on")
         found[key] = _checked(key, Setting(value, f"{path}: {key}"))
     return found
+
+
+def short_names() -> dict[str, str]:
+    """Returns the folder or Hub name for each short name of a model; raises UsageError as ``settled`` does."""
+    path, values = _file()
+    names = values.get(MODELS, {})
+    if not isinstance(names, dict) or not all(isinstance(name, str) and name for name in names.values()):
+        raise UsageError(f'{path}: [{MODELS}]: give lines such as qwen = "{KEYS["model"]}"')
+    return names
+
+
+def _file() -> tuple[Path, dict[str, Any]]:
+    own = os.environ.get("OUTCORE_CONFIG")
+    if own == os.devnull:
+        return Path(own), {}
+    try:
+        path = Path(own).expanduser() if own else PlatformDirs("outcore").user_config_path / "config.toml"
+    except RuntimeError as e:  # there is no home folder
+        if own:
+            raise UsageError(f"OUTCORE_CONFIG: {shortened(own)}: {e}") from e
+        return Path(), {}
+    return path, _read(path, named=bool(own))
 
 
 def _read(path: Path, *, named: bool) -> dict[str, Any]:
