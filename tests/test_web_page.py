@@ -15,12 +15,13 @@ import pytest
 
 import browser
 from fake_service import FakeService
+from outcore.monitoring.publisher import Board
 from outcore.serve.access import Access
 from outcore.serve.app import all_apis, application
 from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard, TextPart
 from outcore.serve.server import Server, listen
 from outcore.serve.site import Site
-from watching import until
+from watching import made_up, until
 
 pytestmark = pytest.mark.skipif(browser.browser() is None, reason="no Chromium or Chrome is installed")
 
@@ -57,13 +58,15 @@ CODE = (
 
 
 class Scripted(FakeService):
-    """Says ``text`` word by word, after ``thought``; keeps what it was asked."""
+    """Says ``text`` word by word, after ``thought``, and waits for the disk ``stalls_s``; keeps what it was asked."""
 
     def __init__(self) -> None:
         super().__init__(self.say)
         self.text, self.thought, self.pace_s = CODE, "", 0.0
         self.asked: list[GenerationRequest] = []
         self.names: tuple[str, ...] = ("fake", "other")
+        self.stalls_s: float | None = None
+        self.stall_s = 10.0
 
     async def say(self, ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         self.asked.append(ask)
@@ -71,11 +74,25 @@ class Scripted(FakeService):
         for word in self.thought.split():
             yield TextPart(0, reasoning=word + " ")
         pieces = re.findall(r"\s*\S+|\s+$", self.text)
+        self.stall_s += self.stalls_s or 0.0
         for piece in pieces:
             yield TextPart(0, piece)
             await asyncio.sleep(self.pace_s)
         yield Ended(0, "stop", len(pieces))
         yield Finished(3, len(pieces), prompt_s=0.1, generation_s=2.0)
+
+    def snapshot(self) -> dict[str, Any]:
+        if self.stalls_s is None:
+            return {"models": []}
+        disk = {
+            "how": "direct",
+            "bytes": 9e9,
+            "gbps": 3.2,
+            "ceiling_gbps": 3.7,
+            "stall_s": self.stall_s,
+            "stalled": 0.25,
+        }
+        return made_up(disk=disk)
 
     def models(self) -> list[ModelCard]:
         return [ModelCard(name, loaded=True) for name in self.names]
@@ -145,6 +162,8 @@ async def _serve(service: Scripted, ports: list[int], over: threading.Event) -> 
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     service, ports, over = Scripted(), cast(list[int], []), threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(_serve(service, ports, over)))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Board, "snapshot", lambda self: service.snapshot())
     thread.start()
     try:
         program = browser.browser()
@@ -157,6 +176,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     finally:
         over.set()
         thread.join()
+        patch.undo()
 
 
 @pytest.fixture
@@ -164,7 +184,7 @@ def page(shared: Page) -> Iterator[Page]:
     """With an empty store and a wide window."""
     shared.tab.call("Storage.clearDataForOrigin", origin=shared.url.rstrip("/"), storageTypes="all")
     fresh = Scripted()
-    for name in ("text", "thought", "pace_s", "names", "asked"):
+    for name in ("text", "thought", "pace_s", "names", "asked", "stalls_s"):
         setattr(shared.service, name, getattr(fresh, name))
     shared.tab.window(1300, 800)
     shared.open()
@@ -237,6 +257,21 @@ def test_an_answer_stops_goes_on_and_survives_a_reload_in_its_middle(page: Page)
     assert "Continue" in page.texts(".said:last-child button")
 
 
+def test_what_waits_for_the_disk_is_told(page: Page) -> None:
+    page.service.stalls_s, page.service.pace_s = 1.5, 0.03
+    page.until("document.getElementById('state').textContent === 'working'")
+    page.run("t.click('#all')")
+    assert page.run("document.getElementById('strip').getAttribute('aria-label')").startswith(
+        "3 in memory, 1 computing"
+    )
+    assert page.texts("#stalled") == [f"25 %, {page.service.stall_s:.1f} s in all"] and page.texts("#rate") == ["3.20"]
+    page.send("Hello")
+    assert page.texts(".said.assistant .stats")[0].endswith(" · 1.5 s of waiting for the disk")
+    assert page.texts("#stalled") == [f"25 %, {page.service.stall_s:.1f} s in all"]
+    page.open()
+    assert page.run("document.getElementById('server').checkVisibility()"), "it is remembered"
+
+
 def test_messages_are_edited_and_regenerated(page: Page) -> None:
     page.service.text = "first"
     page.send("One")
@@ -278,9 +313,13 @@ def test_conversations_files_and_exports(page: Page) -> None:
     page.send("Another one")
     assert page.service.asked[-1].model == "other"
     assert page.texts("#chats a") == ["Another one", "What is this?"]
+    page.run("t.click('#chats [aria-label=\"Rename Another one\"]')")
+    page.tab.type("Another <one>")
+    page.tab.press("Enter", "\r")
+    assert page.texts("#chats a") == ["Another <one>", "What is this?"]
     page.run("t.catchDownloads()")
     page.run("t.click('#export-markdown')")
-    assert page.until("window.saved") == "# Another one\n\n## You\n\nAnother one\n\n## other\n\n**yes**\n"
+    assert page.until("window.saved") == "# Another <one>\n\n## You\n\nAnother one\n\n## other\n\n**yes**\n"
     page.run("window.saved = ''; document.getElementById('export-all').click()")
     saved = page.until("window.saved")
     assert json.loads(saved)["format"] == "outcore-chats/1" and len(json.loads(saved)["chats"]) == 2
