@@ -325,7 +325,7 @@ def test_a_budget_that_is_refused_is_told_with_where_it_comes_from(
 
 
 def test_without_a_model_a_line_says_how_to_give_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no model: give --model NAME, or set OUTCORE_MODEL" in refused(capsys, "info")
+    assert "or set OUTCORE_MODEL, or model in the" in refused(capsys, "info")
 
 
 def test_the_caches_folder_is_settled_for_python_too(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

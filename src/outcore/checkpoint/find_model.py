@@ -48,7 +48,9 @@ def resolve_model(path_or_repo: str, revision: str | None = None, fetch: Fetch |
     if web := _HUB_URL.match(path_or_repo):
         raise MissingFileError(f"{quoted(path_or_repo)}: a web address; give the model's name: {web[1]}")
     if ":" in path_or_repo:
-        raise MissingFileError(f"{quoted(path_or_repo)}: no name on the Hub has a colon; give a folder, or owner/name")
+        raise MissingFileError(
+            f"{quoted(path_or_repo)}: no name on the Hub has a colon, as in Ollama; give a folder, or owner/name"
+        )
     if path_or_repo.lower().endswith((".gguf", "-gguf")):
         raise MissingFileError(f"{quoted(path_or_repo)}: {GGUF}")
     looks_local = path_or_repo.startswith((os.sep, ".", "~")) or path_or_repo.count("/") > 1 or path.is_symlink()

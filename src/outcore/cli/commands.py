@@ -273,11 +273,14 @@ class ArgumentParser(argparse.ArgumentParser):
         named = parsed.__dict__.pop("model_named", None)
         if named is not None:
             if parsed.model not in (None, named):
-                self.error(f"{shortened(named)} and --model {shortened(parsed.model)}: give only one model")
+                both = f"{shortened(named)} and --model {shortened(parsed.model)}"
+                self.error(f"{both}: give only one model{self._prompt_hint()}")
             parsed.model = named
         return parsed
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("argument --max-tokens/-m: invalid"):
+            message += "; a model goes after --model"
         raise UsageError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
     def format_help(self) -> str:
@@ -289,12 +292,14 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
-            prompt = "; a prompt goes after --prompt" if "--prompt" in self._option_string_actions else ""
-            return f"{shortened(word)!r} is not expected here{prompt}"
+            return f"{shortened(word)!r} is not expected here{self._prompt_hint()}"
         flag, there = word.partition("=")[0], self._option_string_actions
         other = ELSEWHERE.get(flag.lstrip("-").replace("_", "-"))
         hint = f" (did you mean {other}?)" if other in there else meant(flag, there)
         return f"no flag {shortened(flag)}{hint}{self.hint}"
+
+    def _prompt_hint(self) -> str:
+        return "; a prompt goes after --prompt" if "--prompt" in self._option_string_actions else ""
 
 
 class Preset:

@@ -171,7 +171,8 @@ def _settle(command: Command, parser: ArgumentParser, args: argparse.Namespace) 
     named = getattr(args, "models_named", None) or (args.command == "generate" and args.prompt_cache_file is not None)
     if command.needs_model and not named and getattr(args, "model", "") is None:
         if (model := setting("model")) is None:
-            parser.error("no model: give --model NAME, or set OUTCORE_MODEL or model in the configuration file")
+            what = "give --model NAME (outcore list shows those that are here), or set OUTCORE_MODEL"
+            parser.error(f"no model: {what}, or model in the configuration file")
         args.model = [model.value] if hasattr(args, "models_named") else model.value
         args.argv += ["--model", model.value]  # for results, which quote their command line
         log.info("model %s, from %s", model.value, model.source)

@@ -229,7 +229,12 @@ def listen(host: str, port: int) -> list[socket.socket]:
                     break
         if not sockets:
             assert failed is not None
-            raise OutcoreError(f"--host {host} --port {port}: {failed.strerror}") from failed
+            other = (
+                "; outcore ps lists your servers, --port 0 picks a free port"
+                if failed.errno == errno.EADDRINUSE
+                else ""
+            )
+            raise OutcoreError(f"--host {host} --port {port}: {failed.strerror}{other}") from failed
         opened.pop_all()
     return sockets
 
