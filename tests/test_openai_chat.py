@@ -195,6 +195,7 @@ def test_tools_reach_the_template() -> None:
 )
 def test_formats_are_schemas(form: Any, schema: Any) -> None:
     assert ask(response_format=form).schema == schema
+    assert ask(json_schema=schema).schema == schema  # llama.cpp's
 
 
 def test_unknown_fields_have_no_effect_and_are_named() -> None:
@@ -217,6 +218,7 @@ def test_unknown_fields_have_no_effect_and_are_named() -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"top_logprobs": 3}, "top_logprobs"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"response_format": {"type": "sound"}}, "response_format.type"),
         ({"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.schema"),

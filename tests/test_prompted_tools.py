@@ -156,7 +156,10 @@ def test_clients_get_calls_streamed_and_not(site: Site) -> None:
         client = openai.AsyncOpenAI(api_key="-", base_url="http://localhost/v1", http_client=http, max_retries=0)
         wanted: Any = {"type": "function", "function": {"name": "weather"}}
         ask: dict[str, Any] = {"model": "m", "messages": HI, "tools": TOOLS, "tool_choice": wanted, "max_tokens": 200}
-        choice = (await client.chat.completions.create(**ask)).choices[0]
+        whole = await client.chat.completions.create(**ask)
+        counted = await http.post("/v1/chat/completions/input_tokens", json=ask)
+        assert whole.usage and counted.json() == {"input_tokens": whole.usage.prompt_tokens}
+        choice = whole.choices[0]
         assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
         for call in choice.message.tool_calls:
             assert call.type == "function"

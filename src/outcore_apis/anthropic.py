@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from outcore.checks import COUNT
 from outcore.errors import RequestError
 from outcore.serve import requests
-from outcore.serve.api import Defaults, HttpRequest, ParsedRequest, ResponseWriter, Route, new_id
+from outcore.serve.api import Defaults, HttpRequest, ParsedRequest, ResponseWriter, Route, counted, new_id
 from outcore.serve.events import Begun, Called, Ended, Event, Finished, GenerationRequest, ModelCard, TextPart
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -108,12 +108,7 @@ def message(http: HttpRequest) -> ParsedRequest:
 
 
 def count(http: HttpRequest) -> Awaitable[dict[str, Any]]:
-    request = _prompt(requests.read(PromptBody, http.body), http.defaults)
-
-    async def counted() -> dict[str, Any]:
-        return {"input_tokens": await http.service.count(request)}
-
-    return counted()
+    return counted(http, _prompt(requests.read(PromptBody, http.body), http.defaults))
 
 
 def _prompt(body: PromptBody, defaults: Defaults) -> GenerationRequest:

@@ -113,6 +113,10 @@ class ParsedRequest:
     writer: ResponseWriter
 
 
+async def counted(http: HttpRequest, request: GenerationRequest) -> dict[str, Any]:
+    return {"input_tokens": await http.service.count(request)}
+
+
 Handled = ParsedRequest | Awaitable[Any] | dict[str, Any]
 
 

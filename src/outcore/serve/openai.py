@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,7 @@ from .api import (
     Route,
     Whole,
     WholeChoice,
+    counted,
     logprob_entries,
     new_id,
     refused,
@@ -113,6 +114,7 @@ class TextBody(OpenAIBody):
     stop: Stops = ()
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | None = None  # llama.cpp's
 
     def request(self, defaults: Defaults) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
@@ -122,7 +124,7 @@ class TextBody(OpenAIBody):
             max_tokens=self.max_completion_tokens or self.max_tokens or defaults.max_tokens,
             sampling=sampling_of(self, defaults.sampling),
             stop=self.stop,
-            schema=schema_of(self.response_format, "response_format"),
+            schema=schema_of(self.response_format, "response_format") if self.json_schema is None else self.json_schema,
             choices=self.n,
         )
 
@@ -190,6 +192,8 @@ class ChatBody(TextBody):
     reasoning_effort: Effort | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
 
 
 def chosen_tool(choice: Any) -> str:
@@ -210,6 +214,8 @@ def chat(http: HttpRequest) -> ParsedRequest:
     made = [message.message(f"messages[{i}]") for i, message in enumerate(body.messages)]
     if len(made) > 1 and made[-1] == {"role": "assistant", "content": ""}:
         made.pop()  # some apps add an empty message for the answer
+    if body.add_generation_prompt and body.continue_final_message:
+        raise wrong("continue_final_message", "excludes add_generation_prompt")
     if body.top_logprobs and not body.logprobs:
         raise wrong("top_logprobs", "needs logprobs: true")
     messages = conversation(made)
@@ -224,6 +230,10 @@ def chat(http: HttpRequest) -> ParsedRequest:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     return ParsedRequest((request,), ChatWriter(body, body.n, logprobs=body.logprobs))
+
+
+def count(http: HttpRequest) -> Awaitable[dict[str, Any]]:
+    return counted(http, chat(http).requests[0])
 
 
 class ChatWriter(ResponseWriter):
@@ -352,6 +362,7 @@ ROUTES = tuple(
     for prefix in ("/v1", "")
     for route in (
         Route(f"{prefix}/chat/completions", chat, "POST", "Answer a chat", ChatBody),
+        Route(f"{prefix}/chat/completions/input_tokens", count, "POST", "Count the tokens of a chat", ChatBody),
         Route(f"{prefix}/models", models, summary="List the models"),
         Route(f"{prefix}/models/{{model:path}}", model, summary="One of the models"),
         refused(f"{prefix}/embeddings", NO_EMBEDDINGS, status=400),
