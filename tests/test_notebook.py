@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import outcore
-from outcore.decode import loader, notebook
+from outcore.decode import loader
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_a_model_and_its_plan_are_small_tables_and_escaped(loaded: Any) -> None:
     assert "<td>a &lt;b&gt;note&lt;/b&gt; &amp; more</td>" in html and "<b>" not in html
     for table in (html, plan):
         assert table.startswith("<table>") and table.endswith("</table>")
-        assert "<td>1 of 3 layers</td>" in table and "of 100 MB</td>" in table
+        assert "<td>1 of 3 layers</td>" in table and ", of 100 MB</td>" in table
 
 
 def test_tab_lists_what_the_docs_name(loaded: Any) -> None:
@@ -42,7 +42,7 @@ def test_tab_lists_what_the_docs_name(loaded: Any) -> None:
     assert {"budget_bytes", "peak_bytes", "resident", "streams"} <= {*dir(session.plan)}
     for shown in (session, session.plan, outcore):
         assert all(hasattr(shown, name) for name in dir(shown))
-    assert not {"run_s", "foretold", "split", "rows"} & {*dir(session.plan)}
+    assert not {"run_s", "foretold", "split", "html"} & {*dir(session.plan)}
 
 
 def test_progress_is_a_bar_in_notebooks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_progress_is_a_bar_in_notebooks_alone(monkeypatch: pytest.MonkeyPatch) -
     for kind in (None, object, shell):
         if kind is not None:
             monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=kind))
-        show = notebook.progress()
+        show = loader.notebook_bar()
         show("weights", 5, 10)
         assert bool(shown) == (kind is shell)
     show("packing", 1, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import html
 import re
 from collections.abc import Iterable
 
@@ -43,12 +42,6 @@ def shown(text: str) -> str:
 def unmoved(text: str) -> str:
     """Escapes control characters in a model's output, except line ends and tabs, and keeps all letters and pictures."""
     return _CONTROLS.sub(lambda c: c[0].encode("unicode_escape").decode(), text)
-
-
-def html_table(title: str, rows: Iterable[tuple[str, object]]) -> str:
-    """Returns a small table for notebooks, escaped."""
-    cells = "".join(f"<tr><th>{html.escape(a)}</th><td>{html.escape(str(b))}</td></tr>" for a, b in rows)
-    return f"<table><caption>{html.escape(title)}</caption>{cells}</table>"
 
 
 def half_character(text: str) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decode import saved_conversation
 from ..decode.conversation import ChatTemplate, Conversation
@@ -66,9 +65,9 @@ class Chat:
         if window is not None:
             note_bounds(model, self.session)
         self.conversation = Conversation(template, lambda: make_prompt_cache(model, window))
-        self.kept = KeptChat(self.session, self.conversation, self._tokenizer, name, self.say)
+        self.kept = KeptChat(self, name)
 
-    def greet(self, warning: str = "") -> None:
+    def greet(self) -> None:
         plan, last = self.session.plan, self.kept.last
         layers = len(plan.resident) + len(plan.streamed)
         self.say(
@@ -78,13 +77,11 @@ class Chat:
         )
         resume = "/resume continues the last conversation, " if last is not None and last.exists() else ""
         self.say(f"/help lists commands, {resume}Ctrl-C stops an answer, Ctrl-D leaves")
-        if warning:
-            self.say(warning, WARN)
 
     def retell(self, template: ChatTemplate, turns: Sequence[SavedTurn]) -> None:
         """Continues after ``turns`` as another template or model writes them."""
         self.conversation.retell(template, [(turn.message, turn.answer) for turn in turns])
-        self.kept.turns = [*turns]
+        self.template, self.kept.turns = template, [*turns]
 
     def record(self) -> dict[str, Any]:
         tokens = [token for turn in self.turns for token in turn["tokens"]]
@@ -224,35 +221,22 @@ WARN = "yellow"
 
 
 class KeptChat:
-    """Saves a conversation, and continues a saved one.
-
-    Args:
-        name: the model's name as the user typed it.
-        say: prints a line; with ``WARN`` as the second argument, a warning.
+    """Saves the conversation of a chat with the model ``name``, and continues a saved one.
 
     Attributes:
         unsure: an answer is being generated, or failed unexpectedly, so the caches may hold tokens that the
             conversation does not.
-        path: the session's file, if it is one.
+        path: the file that the conversation is kept in; None: it is not kept.
         last: the file of the last conversation with this model; None: there is no place for one.
-        keeps: keep the text of this one there, unless it is a session's.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        conversation: Conversation,
-        tokenizer: TokenizerWrapper,
-        name: str,
-        say: Callable[..., None],
-    ) -> None:
+    def __init__(self, chat: Chat, name: str) -> None:
         self.turns: list[SavedTurn] = []
         self.unsure = False
-        self._session, self._conversation, self._tokenizer = session, conversation, tokenizer
-        self._name, self._say = name, say
+        self._session, self._conversation, self._tokenizer = chat.session, chat.conversation, chat.template.tokenizer
+        self._name, self._say = name, chat.say
         self.path: Path | None = None
         self.last: Path | None = None
-        self.keeps = False
         self._earlier: Saved | None = None  # what ``last`` held before the present conversation
         self._caches: str | None = None  # the name under which the prefix cache has its caches
 
@@ -304,8 +288,8 @@ class KeptChat:
             raise UsageError("no conversation with this model was kept")
         self._earlier = None
         self._go_on(saved, "the last conversation")
-        if saved.turns:
-            self._say(f"its last message: {shortened(saved.turns[-1].message, 100)}")
+        for turn in saved.turns[-1:]:
+            self._say(f"its last message: {shortened(turn.message, 100)}")
         self._keep_text()
 
     def _kept(self) -> Saved | None:
@@ -316,21 +300,20 @@ class KeptChat:
     def added(self, turn: SavedTurn) -> None:
         """Saves another turn; a file that cannot be written is a warning and does not end the chat."""
         self.turns.append(turn)
-        if len(self.turns) == 1 and self.keeps:
+        if len(self.turns) == 1 and self.path == self.last:
             with suppress(UsageError):
                 self._earlier = self._kept()
         self._keep_text()
 
     def leave(self) -> None:
-        if self.path is not None:
+        if self.path is not None and self.path != self.last:
             self._keep_text()
             self._keep_caches()
 
     def _keep_text(self) -> None:
-        path = self.path or (self.last if self.keeps else None)
-        if path is not None:
+        if self.path is not None:
             try:
-                self._write(path)
+                self._write(self.path)
             except UsageError as e:
                 self._say(f"the conversation is not saved: {e}", WARN)
 

@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> None:
         commands = Commands(args, lambda given: prepared(given, bar))
         with closing(commands):
             kept = commands.chat.kept
-            # Piped lines are a program's, and do not replace the conversation that was typed last.
-            kept.keeps = sys.stdin.isatty()
+            if sys.stdin.isatty():  # piped lines are a program's, and do not replace what was typed last
+                kept.path = kept.last
             if sys.stdin.isatty() or TYPED_ELSEWHERE in os.environ:
                 commands.chat.greet()
             if path is not None and kept.resume(path) and args.system_prompt:

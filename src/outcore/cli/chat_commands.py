@@ -18,16 +18,14 @@ from ..errors import OutcoreError, UsageError
 from ..machine.allocator import clear_cache
 from ..text import meant
 from .answers import WARN, Chat
-from .commands import TYPED_ELSEWHERE, Preset
+from .commands import TYPED_ELSEWHERE, Preset, parser_of
 from .engine import generation_options
 from .flags import check_numbers, sampling_options, template_options, text_of
 
 COMMAND = re.compile(r"/[a-z]+")
-KEYS = {"h": "/help", "r": "/clear", "q": "/exit"}
-LEAVE = "/exit", "/quit", "/bye"
-
-# What ``/set`` changes: numbers, named as their flags.
-SETTABLE = {"temp": float, "top-p": float, "top-k": int, "min-p": float, "max-tokens": int, "seed": int}
+SAME = {"h": "/help", "r": "/clear", "q": "/exit", "/quit": "/exit", "/bye": "/exit"}
+SETTABLE = "temp", "top-p", "top-k", "min-p", "max-tokens", "seed"  # flags
+NEEDED = {"/save": "file", "/load": "file", "/set": "name", "/model": "name"}
 
 HELP = f"""\
 /help         or h: this list
@@ -45,56 +43,46 @@ TYPED = "Esc Enter, or \\ at the end, begins another line; pasted text is one me
 
 
 class Commands:
-    """Does what lines say.
-
-    Args:
-        prepare: checks flags, and returns the function that loads the model that they name.
-
-    Attributes:
-        chat: the chat with the open model.
-    """
+    """Does what lines say. ``prepare`` checks flags, and returns the function that loads the model that they name."""
 
     def __init__(self, args: Namespace, prepare: Callable[[Namespace], Callable[[], Chat]]) -> None:
         self._args, self._prepare = args, prepare
         self.chat = prepare(args)()
-        # With whether it needs an argument, and works over several machines.
-        self._do: dict[str, tuple[Callable[[str], None], bool, bool]] = {
-            "/help": (
-                lambda _: self.chat.say(f"{HELP} {PIPED if TYPED_ELSEWHERE in os.environ else TYPED}"),
-                False,
-                True,
-            ),
-            "/clear": (lambda _: self._clear(), False, True),
-            "/resume": (lambda _: self.chat.kept.resume_last(), False, False),
-            "/save": (lambda file: self.chat.kept.save(Path(file)), True, False),
-            "/load": (lambda file: self.chat.kept.load(Path(file)), True, False),
-            "/set": (self._set, True, True),
-            "/system": (self._system, False, True),
-            "/model": (self._model, True, False),
-        }
 
     def handle(self, line: str) -> bool:
         """Does what the line says. Returns False if that is to leave."""
         word, _, rest = line.strip().partition(" ")
-        if line.strip() in KEYS:
-            word = KEYS[line.strip()]
+        if not rest and word in SAME:
+            word = SAME[word]
         elif not (line.startswith("/") and COMMAND.fullmatch(word)):
             self.chat.answer(line)
             return True
-        if word in LEAVE:
+        if word == "/exit":
             return False
         try:
-            if word not in self._do:
-                raise UsageError(f"no such command{meant(word, [*self._do, *LEAVE])}; /help lists them")
-            do, needs, shared = self._do[word]
-            if not shared and not self.chat.agreement.alone:
-                raise UsageError("does not work over several machines")
-            if needs and not rest.strip():
-                raise UsageError(f"give a {'file' if word in ('/save', '/load') else 'name'}")
-            do(rest.strip())
+            self._do(word, rest.strip())
         except OutcoreError as e:
             self.chat.say(f"{word}: {e}", WARN)
         return True
+
+    def _do(self, word: str, rest: str) -> None:
+        if word in NEEDED and not rest:
+            raise UsageError(f"give a {NEEDED[word]}")
+        if word in ("/save", "/load", "/resume", "/model") and not self.chat.agreement.alone:
+            raise UsageError("does not work over several machines")
+        do: dict[str, Callable[[str], object]] = {
+            "/help": lambda _: self.chat.say(f"{HELP} {PIPED if TYPED_ELSEWHERE in os.environ else TYPED}"),
+            "/clear": lambda _: self._clear(),
+            "/resume": lambda _: self.chat.kept.resume_last(),
+            "/save": lambda file: self.chat.kept.save(Path(file)),
+            "/load": lambda file: self.chat.kept.load(Path(file)),
+            "/set": self._set,
+            "/system": self._system,
+            "/model": self._model,
+        }
+        if word not in do:
+            raise UsageError(f"no such command{meant(word, [*do, *SAME, '/exit'])}; /help lists them")
+        do[word](rest)
 
     def close(self) -> None:
         if hasattr(self, "chat"):  # not if two models in a row could not be opened
@@ -102,19 +90,16 @@ class Commands:
             self.chat.session.close()
 
     def _clear(self) -> None:
-        self.chat.conversation.clear()
-        self.chat.kept.turns = []
+        self.chat.retell(self.chat.template, [])
         self.chat.say("conversation reset")
 
     def _set(self, rest: str) -> None:
         name, _, given = rest.removeprefix("--").replace("=", " ").partition(" ")
         if name not in SETTABLE:
             raise UsageError(f"{name}: choose from {', '.join(SETTABLE)}{meant(name, SETTABLE)}")
-        try:
-            value = SETTABLE[name](given)
-        except ValueError:
-            raise UsageError(f"{name} {given}: give {'an integer' if SETTABLE[name] is int else 'a number'}") from None
-        changed = Namespace(**vars(self._args) | {name.replace("-", "_"): value})
+        attribute = name.replace("-", "_")
+        value = getattr(parser_of("chat").parse_args([f"--{name}={given.strip()}"]), attribute)
+        changed = Namespace(**vars(self._args) | {attribute: value})
         check_numbers(changed)
         check_sampling(**sampling_options(changed), vocabulary=self.chat.session.vocabulary)
         if name == "seed":
@@ -136,16 +121,21 @@ class Commands:
         args = Namespace(**vars(self._args) | other)
         load, again = self._prepare(args), self._prepare(self._args)
         kept, records = self.chat.kept, self.chat.turns
-        turns, path, keeps = kept.turns, kept.path, kept.keeps
+        turns, path, last = kept.turns, kept.path, kept.last
         self.close()
         # All of it must be freed before the other is read.
         del self.chat, kept
         gc.collect()
         clear_cache()
+        why = ""
         try:
-            self.chat, self._args, why = load(), args, ""
+            self.chat, self._args = load(), args
         except (OutcoreError, KeyboardInterrupt) as e:
-            self.chat, why = again(), f"/model: {str(e) or 'interrupted'}"
-        self.chat.turns, self.chat.kept.path, self.chat.kept.keeps = records, path, keeps
+            why = str(e) or "interrupted"
+        if why:  # and what was begun of the other is freed
+            self.chat = again()
+            self.chat.say(f"/model: {why}", WARN)
+        self.chat.turns = records
+        self.chat.kept.path = self.chat.kept.last if path == last else path
         self.chat.retell(self.chat.template, turns)
-        self.chat.greet(why)
+        self.chat.greet()

@@ -34,37 +34,26 @@ class BrokenLines:
         self._column, self._word = 0, ""
 
     def broken(self, text: str) -> str:
-        width = _columns()
+        try:
+            width = 0 if os.environ.get("TERM", "dumb") == "dumb" else os.get_terminal_size(sys.stdout.fileno()).columns
+        except (OSError, ValueError):
+            width = 0
         return "".join(self._put(c, width) for c in text) if width else text
 
     def _put(self, c: str, width: int) -> str:
-        if c == "\n":
-            self._column, self._word = 0, ""
-            return c
-        cells = 8 - self._column % 8 if c == "\t" else cell_len(c)
-        apart = c in " \t" or cells > 1  # lines may break before and after wide characters
-        back = ""
         # The last column stays free: some terminals wrap when it is written, some do not.
+        if c == "\n" or (c in " \t" and self._column + 1 >= width):
+            self._column, self._word = 0, ""
+            return "\n"
+        cells, back = 8 - self._column % 8 if c == "\t" else cell_len(c), ""
+        apart = c in " \t" or cells > 1  # lines may break before and after wide characters
         if self._column + cells >= width:
-            if c in " \t":
-                return self._put("\n", width)
-            word = "" if apart else self._word
-            moved = cell_len(word)
-            if moved > width // 2:
-                word, moved = "", 0
-            back = (f"\x1b[{moved}D\x1b[K" if moved else "") + "\n" + word
-            self._column = moved
+            moved = "" if apart or cell_len(self._word) > width // 2 else self._word
+            self._column = cell_len(moved)
+            back = (f"\x1b[{self._column}D\x1b[K" if moved else "") + "\n" + moved
         self._word = "" if apart else self._word + c
         self._column += cells
         return back + c
-
-
-def _columns() -> int:
-    try:
-        plain = not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb"
-        return 0 if plain else os.get_terminal_size(sys.stdout.fileno()).columns
-    except (OSError, ValueError):
-        return 0
 
 
 def console(least: int = WIDTH, *, soft_wrap: bool = True) -> PlainConsole:

@@ -43,11 +43,12 @@ def typed(on_error: bool) -> Iterator[str]:
             except EOFError:
                 return
             except KeyboardInterrupt:
-                if pressed:
-                    raise
                 # What was being typed is cleared, and that alone never leads out of the chat.
-                pressed = not session.default_buffer.text
-                if pressed:
+                empty = not session.default_buffer.text
+                if empty and pressed:
+                    raise
+                pressed = empty
+                if empty:
                     print("Ctrl-C again, Ctrl-D or /exit leaves", file=sys.stderr)
                 continue
             pressed = False

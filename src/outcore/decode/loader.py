@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
@@ -22,7 +23,6 @@ from ..errors import StoreSpaceError
 from ..machine.kernels import keep_kernels
 from ..options import LoadOptions, chosen
 from ..plan.joint_plan import AUTO, NGRAM, NONE
-from . import notebook
 from .prefix_cache import prefix_cache
 from .preparation import Preparation, prepare
 from .speculative.drafting import Drafting
@@ -111,7 +111,7 @@ def load_model(
     Raises:
         BudgetError, UsageError, CheckpointError, StoreError, ReadError: see their docstrings.
     """
-    o, report = chosen(options, arguments), progress or notebook.progress()
+    o, report = chosen(options, arguments), progress or notebook_bar()
     try:
         return _loaded(model_path, o, report)
     except KeyboardInterrupt as e:
@@ -123,6 +123,27 @@ def load_model(
         model, config = _loaded(model_path, replace(o, draft=NONE), report)
         model.outcore.note(f"nothing drafts: {error}")
         return model, config
+
+
+def notebook_bar() -> Progress:
+    """Returns a progress bar in a notebook, a widget where ipywidgets is installed; elsewhere it shows nothing."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if type(shell).__name__ != "ZMQInteractiveShell":
+        return lambda *_: None
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]  # mlx-lm's own dependencies bring it
+
+    bars: dict[str, Any] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        for other in [name for name in bars if name != what]:
+            bars.pop(other).close()
+        if what not in bars:
+            bars[what] = tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False)
+        bars[what].update(done - bars[what].n)
+        if done >= total:
+            bars.pop(what).close()
+
+    return show
 
 
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:

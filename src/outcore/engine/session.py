@@ -28,7 +28,7 @@ from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from ..plan.planner import prefill_steps
 from ..sizes import format_size
-from ..text import counted, html_table
+from ..text import counted
 from .binding import ReadSettings
 from .engine import Engine
 from .extensions import kv_offload, on_demand
@@ -145,8 +145,8 @@ class Session(Engine):
 
     def _repr_html_(self) -> str:
         read = f"{counted(self.metrics.sweeps, 'pass')}, {format_size(self.metrics.bytes_read)} read"
-        rows = [("until now", read), *(("note", note) for note in self.notes)]
-        return html_table("Session, closed" if self.closed else "Session", [*self.plan.rows(), *rows])
+        notes = (("note", note) for note in self.notes)
+        return self.plan.html("Session, closed" if self.closed else "Session", ("until now", read), *notes)
 
     def __dir__(self) -> list[str]:
         return ["close", "in_cache", "metrics", "notes", "plan"]

@@ -84,35 +84,26 @@ def application(site: Site, access: Access | None = None) -> Starlette:
 
 @dataclass
 class Seen:
-    """What a request came to, for one line of the server's log; it travels in the ASGI scope.
-
-    Attributes:
-        complete: the response was sent to its end.
-    """
+    """What a line of the journal tells, kept in the ASGI scope. ``complete``: the response was sent to its end."""
 
     status: int = 0
     complete: bool = False
     model: str = ""
-    begun: Begun | None = None
+    begun: Begun | Finished | None = None
     finished: Finished | None = None
 
     def line(self, scope: Scope) -> str:
-        """Returns time, client, model, tokens and their speed, status and address, separated by two spaces."""
-        parts = [
-            time.strftime("%Y-%m-%d %H:%M:%S"),
-            (scope.get("client") or ("-",))[0],
-            *[shortened(self.model)] * bool(self.model),
-        ]
-        if (known := self.finished or self.begun) is not None:
-            parts.append(f"in {known.prompt_tokens}  cached {known.cached_tokens}")
-        if self.finished is not None:
-            seconds = self.finished.generation_s
+        parts = [time.strftime("%Y-%m-%d %H:%M:%S"), (scope.get("client") or "-")[0], shortened(self.model)]
+        if self.begun is not None:
+            parts.append(f"in {self.begun.prompt_tokens}  cached {self.begun.cached_tokens}")
+        if (end := self.finished) is not None:
             # The first token comes at the end of the prompt.
-            speed = f"{(self.finished.tokens - self.finished.choices) / seconds:.2f}" if seconds else "-"
-            parts.append(f"out {self.finished.tokens}  {speed} tok/s")
-        failed = self.complete and self.status < 400 and self.begun is not None and self.finished is None
-        status = "failed" if failed else str(self.status) if self.complete else "client left"
-        return "  ".join([*parts, f"{status} {scope['method']} {shortened(scope['path'], 80)}"])
+            speed = (end.tokens - end.choices) / end.generation_s if end.generation_s else 0.0
+            parts.append(f"out {end.tokens}  {speed:.2f} tok/s")
+        failed = self.begun is not None and self.finished is None
+        status = "client left" if not self.complete else "failed" if failed and self.status < 400 else self.status
+        parts.append(f"{status} {scope['method']} {shortened(scope['path'], 80)}")
+        return "  ".join(part for part in parts if part)
 
 
 class Observed:
@@ -217,7 +208,7 @@ class Address:
                 if isinstance(event, Begun):
                     seen.begun, seen.model = event, event.model
                 elif isinstance(event, Finished):
-                    seen.finished = event
+                    seen.begun = seen.finished = event
                 begins = first and isinstance(event, TextPart | Called)
                 for observer in self.site.observers:
                     observer.happened(event, time.monotonic() - began if begins else None)
