@@ -138,7 +138,7 @@ def test_elsewhere_nothing_is_wired(folder: Path, monkeypatch: pytest.MonkeyPatc
     model.outcore.close()
 
 
-def test_views_of_slots_are_evaluated_before_the_first_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_of_slots_are_evaluated_before_the_first_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = outcore.load_model(folder, memory="1GB", resident=0, context=64)
     weights = model.outcore.streaming.layers.weights
     assert weights._views.keys() == {

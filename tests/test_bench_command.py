@@ -216,7 +216,7 @@ def test_modes_give_mlx_lms_tokens_and_count_what_they_read(tiny: Path) -> None:
     assert sum(ours.use.parts.values()) == ours.use.planned_peak_bytes
 
 
-def test_a_streamed_batch_gives_mlx_lms_tokens_from_one_sweep_a_step(tiny: Path) -> None:
+def test_a_streamed_batch_gives_mlx_lms_tokens_from_one_pass_a_step(tiny: Path) -> None:
     options: dict[str, Any] = {"batch": 3, "repeats": 1, "warmup": 0, "context": 512}
     theirs = measure.measure(job(tiny, "mlx-lm", **options))
     ours = measure.measure(job(tiny, "outcore", resident=0, **options))

@@ -36,7 +36,7 @@ def listed(capsys: Any) -> dict[str, dict[str, Any]]:
     return {e["kind"]: e for e in found["entries"]}
 
 
-def test_everything_that_is_kept_is_told_with_its_model_size_and_age(tmp_path: Path, capsys: Any) -> None:
+def test_everything_that_is_kept_is_reported_with_its_model_size_and_age(tmp_path: Path, capsys: Any) -> None:
     copy = pack_model(original(tmp_path / "models--own--m", num_hidden_layers=2), None).folder
     store_calibration(tmp_path, 1, Calibration())
     checked = mark(copy / "config.json", "auto")
@@ -200,7 +200,7 @@ def test_what_a_killed_removal_left_goes_with_the_next(capsys: Any) -> None:
     assert main(["cache", "clear", "--yes"]) == 0 and not left.exists()
 
 
-def test_an_age_is_told_in_its_largest_unit() -> None:
+def test_an_age_is_reported_in_its_largest_unit() -> None:
     assert [cache._age(s) for s in (3, 60, 7199, 86_400 * 3)] == ["now", "1 min ago", "1 h ago", "3 d ago"]
 
 

@@ -193,7 +193,7 @@ def test_answers_are_the_same_bits(model_type: str, tmp_path: Path) -> None:
             assert same(model, wanted(folder, dtype))
 
 
-def test_bytes_of_a_sweep(made: Path) -> None:
+def test_bytes_of_a_pass(made: Path) -> None:
     def read(folder: Path) -> int:
         parts = prepare(folder, memory="1GB").profile.parts
         return sum(f.nbytes for p in parts if p.unit is not None for f in p.unit.fields)

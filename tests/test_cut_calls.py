@@ -15,7 +15,7 @@ from test_service import heard, serving, text_of
 HI = [{"role": "user", "content": "hi"}]
 
 
-def test_a_served_models_call_is_told_when_it_is_whole_and_not_before(served: Path, tmp_path: Path) -> None:
+def test_a_served_models_call_is_reported_when_it_is_whole_and_not_before(served: Path, tmp_path: Path) -> None:
     """A call that the model has to make, with fewer tokens than it takes."""
     folder = shutil.copytree(served, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(HERMES)

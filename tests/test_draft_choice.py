@@ -51,7 +51,7 @@ def planned(draft: Draft | None, joined: int = 0, resident: int = 0, layers: int
     return Planned(made.plan, size, draft)
 
 
-def test_tokens_of_a_sweep_are_those_of_a_chain() -> None:
+def test_tokens_of_a_pass_are_those_of_a_chain() -> None:
     at_once = replace(SLOW, sync_s=0.0)
     found = expected(planned(Draft("self", "self:2", chance=0.5)), at_once, "self:2", True)
     # Where the disk is the limit every guess is worth it: 1 / (1 - p).
@@ -198,7 +198,7 @@ def test_a_draft_that_was_asked_for_is_shown_beside_none(
     assert min(takes) > 0 and f" {format_size(sum(takes))} " in shown and rows["none"]["beside_bytes"] == 0
 
 
-def test_what_is_written_once_is_told_before_the_first_answer(folder: Path, slow: None) -> None:
+def test_what_is_written_once_is_reported_before_the_first_answer(folder: Path, slow: None) -> None:
     said: list[tuple[str, int, int]] = []
     for first in (True, False):
         said.clear()

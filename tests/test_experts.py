@@ -296,7 +296,7 @@ class Eager(ExpertPrefetch):
 
 
 @pytest.mark.parametrize("model_type", KINDS[::4])
-def test_what_is_foreseen_changes_no_bit(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_predicted_changes_no_bit(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_demand, "ExpertPrefetch", Eager)
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
     theirs, _ = mlx_lm.utils.load_model(folder)
@@ -308,7 +308,7 @@ def test_what_is_foreseen_changes_no_bit(model_type: str, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_experts_are_foreseen(folder: Path, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_predicted(folder: Path, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a slow disk brings them after they are predicted for, or to be given up."""
     monkeypatch.setattr(on_demand, "ExpertPrefetch", Eager)
     model = held(folder, 6, io="cached")
@@ -327,7 +327,7 @@ def test_experts_are_foreseen(folder: Path, late: bool, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("useful", [True, False])
-def test_foreseeing_goes_on_where_it_makes_sweeps_shorter(folder: Path, useful: bool) -> None:
+def test_predicting_goes_on_where_it_makes_passes_shorter(folder: Path, useful: bool) -> None:
     now = 0.0
     reads = ExpertReads(Metrics(), "cpu")
     reads.expert_s = 0.001
@@ -348,7 +348,7 @@ def test_foreseeing_goes_on_where_it_makes_sweeps_shorter(folder: Path, useful: 
     assert found[expert_prefetch.CYCLE :] == tried
 
 
-def test_a_foreseen_read_that_fails_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_predicted_read_that_fails_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_demand, "ExpertPrefetch", Eager)
     model = held(folder, 6)
     whole, failed = ExpertReads.prefetch, []

@@ -156,7 +156,7 @@ def test_what_other_programs_call_it_is_told_its_name_here(
     assert says in refused(capsys, *words.split())
 
 
-def test_a_negative_size_is_told_as_one(capsys: pytest.CaptureFixture[str], demo_model: Path) -> None:
+def test_a_negative_size_is_reported_as_one(capsys: pytest.CaptureFixture[str], demo_model: Path) -> None:
     assert "--memory -5MB: a size cannot be negative" in refused(capsys, "info", str(demo_model), "--memory", "-5MB")
     # A flag is no value, and what comes after -- is none either.
     assert parser_of("generate").parse_args(["m", "-m", "-1"]).max_tokens == -1
@@ -310,7 +310,7 @@ def test_a_flag_goes_before_a_variable_and_that_before_the_file(
     assert main(["info"]) == 1 and "no/such/folder/there" in capsys.readouterr().err
 
 
-def test_a_budget_that_is_refused_is_told_with_where_it_comes_from(
+def test_a_budget_that_is_refused_is_reported_with_where_it_comes_from(
     config: Path, quick: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def told(*args: str) -> str:
@@ -371,7 +371,7 @@ def test_a_file_that_was_named_must_be_there(config: Path, monkeypatch: pytest.M
 # What is said of sizes
 
 
-def test_budgets_are_told_with_the_flags_that_they_are_for(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_budgets_are_reported_with_the_flags_that_they_are_for(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = []
     for memory in ("100MB", "1GB"):
         assert main(["info", str(quick), "--memory", memory, "--json"]) == 0

@@ -76,7 +76,7 @@ def test_greedy_tokens_and_text_equal_mlx_lms(resident: Any, streamed: Any) -> N
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 17])
-def test_one_sweep_for_the_prompt_and_one_a_token(
+def test_one_pass_for_the_prompt_and_one_a_token(
     streamed: Any, prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = streamed
@@ -211,7 +211,7 @@ def test_stopping_early_leaves_the_model_usable(streamed: Any) -> None:
     assert ids(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=6)) == whole
 
 
-def test_an_exception_inside_a_sweep_leaves_the_model_usable(streamed: Any) -> None:
+def test_an_exception_inside_a_pass_leaves_the_model_usable(streamed: Any) -> None:
     model, tokenizer = streamed
     whole = ids(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=6))
     for unit in (1, 3, 5):

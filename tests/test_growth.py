@@ -197,7 +197,7 @@ def test_a_models_own_cache_is_followed_inside_a_list_of_caches() -> None:
         ("afm7", 1, True, False),
     ],
 )
-def test_a_rehearsal_tells_how_attention_is_computed_and_what_is_handed_on(
+def test_a_trace_tells_how_attention_is_computed_and_what_is_handed_on(
     model_type: str, scores: int, several: bool, masked: bool | None
 ) -> None:
     _, rehearsal = rehearsed(model_type)

@@ -90,7 +90,7 @@ def test_ranks_of_this_host_run_together_and_json_tells_how_each_ended() -> None
     assert (done.returncode, done.stderr) == (0, "round 0\n")
 
 
-def test_a_folder_that_a_host_lacks_is_told(elsewhere: list[str]) -> None:
+def test_a_folder_that_a_host_lacks_is_reported(elsewhere: list[str]) -> None:
     done = launch(*elsewhere, "--cwd", "/no/such", "--", *TOY, "1")
     says = "outcore launch: rank N (H): --cwd /no/such: there is no such folder on this host\n"
     expected = [says.replace("N", str(n)).replace("H", host) for n, host in enumerate("ab")]
@@ -491,7 +491,7 @@ def test_a_host_without_that_python_is_told_which_flag_says_where_it_is(tmp_path
     assert done.returncode == 1 and "rank 1 (b): " in done.stderr and "; --python PATH says" in done.stderr
 
 
-def test_versions_that_differ_are_told() -> None:
+def test_versions_that_differ_are_reported() -> None:
     ranks = [Rank(number, Host(f"h{number}", "127.0.0.1")) for number in range(2)]
     same = {"outcore": "1", "mlx": "2", "mlx-lm": "3", "python": "3.11"}
     ranks[0].ready = {"versions": same}

@@ -123,7 +123,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_what_ends_one_rank_is_told_by_all(spoken: Path) -> None:
+def test_what_ends_one_rank_is_reported_by_all(spoken: Path) -> None:
     words = ["generate", "--model", str(spoken), *ASK, *STREAMED, "-m", "1000"]
     began = time.monotonic()
     done = outcore("launch", "--hosts", "local,local", "--", sys.executable, "-c", RUN, *words)
@@ -222,7 +222,7 @@ def test_several_ranks_hold_one_conversation(
     assert "q quit" in seen and "each line is a message" in seen and "Esc Enter" not in seen and "/save" not in seen
 
 
-def test_what_the_first_rank_finds_is_told_once(spoken: Path, tmp_path: Path) -> None:
+def test_what_the_first_rank_finds_is_reported_once(spoken: Path, tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text("\n")
     (tmp_path / "in.jsonl").write_text("{}\n")
     words = ["batch", "--model", str(spoken), "--input", str(tmp_path / "in.jsonl")]

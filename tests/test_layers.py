@@ -204,7 +204,7 @@ def image(value: Any, seen: dict[int, Any]) -> Any:
 
 
 @pytest.mark.parametrize("model_type", zoo.CONFIGS)
-def test_a_rehearsal_leaves_every_architecture_as_it_was(model_type: str) -> None:
+def test_a_trace_leaves_every_architecture_as_it_was(model_type: str) -> None:
     model = built(model_type)
     keep: dict[int, Any] = {}
     before = image(model, keep)
@@ -212,7 +212,7 @@ def test_a_rehearsal_leaves_every_architecture_as_it_was(model_type: str) -> Non
     assert image(model, {}) == before
 
 
-def test_products_that_a_model_keeps_of_its_weights_are_not_those_of_the_rehearsal() -> None:
+def test_products_that_a_model_keeps_of_its_weights_are_not_those_of_the_trace() -> None:
     """kimi_k3 and others multiply some weights once and keep the product."""
     model = zoo.build("kimi_k3")
     tokens = mx.array([[3, 17, 99]])
@@ -221,7 +221,7 @@ def test_products_that_a_model_keeps_of_its_weights_are_not_those_of_the_rehears
     assert mx.array_equal(model(tokens), expected)
 
 
-def test_a_rehearsal_that_fails_leaves_the_model_as_it_was_too() -> None:
+def test_a_trace_that_fails_leaves_the_model_as_it_was_too() -> None:
     for model_type in ("iquestloopcoder", "dbrx"):
         model = zoo.build(model_type)
         before = zoo.build(model_type)(mx.array([[3, 17]]))
@@ -239,7 +239,7 @@ def large_llama() -> nn.Module:
     )  # fmt: skip
 
 
-def test_a_rehearsal_evaluates_nothing_of_a_model_however_large() -> None:
+def test_a_trace_evaluates_nothing_of_a_model_however_large() -> None:
     model = large_llama()
     layers = find_layers(model)
     assert sum(layer.nbytes for layer in layers) > 2.5e9

@@ -203,7 +203,7 @@ def test_what_one_side_has_said_cannot_be_sent_back_as_the_other() -> None:
     assert isinstance(found[0], HandshakeError) and str(found[0]) == "it has another key", found
 
 
-def test_another_version_is_told_to_both() -> None:
+def test_another_version_is_reported_to_both() -> None:
     (zero, one), (listener, other) = identities(2)
     other.close()
     limits = replace(QUICK, start=1.0)

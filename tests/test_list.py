@@ -41,7 +41,7 @@ def listed(capsys: Any, *args: str) -> dict[str, dict[str, Any]]:
     return {m["model"]: m for m in json.loads(capsys.readouterr().out)["models"]}
 
 
-def test_each_model_is_told_with_what_it_would_need(
+def test_each_model_is_reported_with_what_it_would_need(
     sources: tuple[Path, Path], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("the network was asked"))
@@ -75,7 +75,7 @@ def test_the_main_branch_is_what_a_name_stands_for(sources: tuple[Path, Path], t
     assert listed(capsys, "--cache-dir", str(tmp_path))["own/m"]["folder"] == str(folder)
 
 
-def test_what_cannot_be_opened_is_told_with_a_reason_and_the_others_are_told(
+def test_what_cannot_be_opened_is_reported_with_a_reason_and_the_others_are_reported(
     sources: tuple[Path, Path], tmp_path: Path, capsys: Any
 ) -> None:
     good = sources[0]

@@ -74,7 +74,7 @@ def test_what_means_nothing_here_is_refused_when_it_is_used(name: str) -> None:
         apply_flash_patch(config)
 
 
-def test_every_field_is_told_of() -> None:
+def test_every_field_is_reported() -> None:
     text = DOCS.read_text(encoding="utf-8")
     assert [name for name in sorted(DEFAULTS) if f"`{name}`" not in text] == []
 

@@ -56,7 +56,7 @@ def test_sysctl_gives_numbers_of_both_sizes_and_texts(told: dict[bytes, bytes]) 
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS tells")
-def test_elsewhere_nothing_of_macos_is_told() -> None:
+def test_elsewhere_nothing_of_macos_is_reported() -> None:
     assert mac.sysctl("hw.memsize") is None and mac.cpu_name() == ""
     assert mac.pressure_level() is None and mac.wired_limit() is None and memory.warning_room() is None
     assert read_pressure().macos_level is None and read_pressure().warning_room is None

@@ -73,11 +73,11 @@ def test_a_resident_budget_is_one_run(size: ModelSize) -> None:
     assert found == [*streaming, f"{format_size(most)}, all resident"]
 
 
-def test_budgets_are_told_to_the_byte_and_read_back() -> None:
+def test_budgets_are_reported_to_the_byte_and_read_back() -> None:
     assert (size_text(1_660_000_000), size_text(1_663_214_592)) == ("1.66GB", "1663214592B")
 
 
-def test_a_points_job_is_what_bench_would_be_told(size: ModelSize) -> None:
+def test_a_points_job_is_what_bench_would_be_given(size: ModelSize) -> None:
     least, *_, most = choose_budgets(size, 2, available=10**10)
     streamed, resident = jobs(Grid((least, most), ("cached",), slots=(4,), threads=(8,)), size)
     assert (streamed.memory, streamed.io, streamed.run.slots, streamed.run.threads) == (

@@ -554,7 +554,7 @@ def test_a_model_whose_own_folder_died_gives_memory_back_all_the_same(served: Pa
 # Predictions
 
 
-def test_a_mirror_on_the_same_disk_is_told_of(served: Path, tmp_path: Path) -> None:
+def test_a_mirror_on_the_same_disk_is_reported(served: Path, tmp_path: Path) -> None:
     own = shutil.copytree(served, tmp_path / "own")
     (first,) = copied(own, "first")
     prepared = prepare(own, mirror=first, memory="1GB", context=64, cpu_streams=1)

@@ -99,7 +99,7 @@ def test_once_shows_it_once(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert process["command"] == "chat" and process["models"][0]["name"] == "tiny [b]model[/b]"
 
 
-def test_what_cannot_be_shown_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_shown_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with own_folder() as folder:
         assert main(["monitor", "--once"]) == 1
         assert "no Outcore process of yours is running" in capsys.readouterr().err

@@ -85,7 +85,7 @@ def test_the_comparison_sees_a_wrong_order_and_each_norm(model_type: str) -> Non
 
 
 @pytest.mark.parametrize("model_type", mtp_originals.TYPES)
-def test_what_a_token_takes_of_a_head_s_cache_is_foreseen(model_type: str, tmp_path: Path) -> None:
+def test_what_a_token_takes_of_a_head_s_cache_is_predicted(model_type: str, tmp_path: Path) -> None:
     head = opened(model_type, tmp_path)
     cache = head.make_cache()
     zeros = mx.zeros((1, 256, mtp_originals.HIDDEN))

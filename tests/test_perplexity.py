@@ -68,7 +68,7 @@ def test_flags_and_defaults_are_mlx_lms() -> None:
             assert getattr(args, flag[2:].replace("-", "_")) == default
 
 
-def test_a_local_text_gives_mlx_lms_figure_with_one_sweep_a_batch(
+def test_a_local_text_gives_mlx_lms_figure_with_one_pass_a_batch(
     capsys: pytest.CaptureFixture[str], quick: Path, text: Path, resident: Any
 ) -> None:
     model, tokenizer = resident

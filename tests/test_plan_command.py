@@ -171,7 +171,7 @@ def test_a_plan_gives_a_range_beside_the_speed(served: Path, capsys: pytest.Capt
     assert widths == [pytest.approx(4.0), pytest.approx(1.25**2)]
 
 
-def test_a_speed_is_told_in_as_many_digits_as_are_known(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_speed_is_reported_in_as_many_digits_as_are_known(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known(served)
     asked = (str(served), "--memory", "8MB", "--context", "64", "--prompt-tokens", "40", "--no-calibrate")
     _, record, out, _ = plan(capsys, *asked)

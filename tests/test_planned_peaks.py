@@ -222,7 +222,7 @@ def test_products_before_the_layers_are_no_heads(model_type: str, resident: int 
                 assert r.token == token and mx.array_equal(r.logprobs, logprobs).item()
 
 
-def test_passes_share_a_sweep_as_far_as_their_graphs_are_small() -> None:
+def test_passes_share_a_reading_as_far_as_their_graphs_are_small() -> None:
     graph = Graph(layers=10, most=10 * 1_280_000)
     assert graph.sweeps([16] * 10) == [10]
     assert graph.sweeps([16] * 25 + [1]) == [10, 10, 6]
@@ -234,7 +234,7 @@ def test_passes_share_a_sweep_as_far_as_their_graphs_are_small() -> None:
     assert Graph(0).sweeps([16, 16, 1]) == [3]  # the first of several ranks, which has none of the layers
 
 
-def test_passes_share_a_sweep_as_far_as_what_they_hold_for_later_layers_is_small() -> None:
+def test_passes_share_a_reading_as_far_as_what_they_hold_for_later_layers_is_small() -> None:
     graph = Graph(1, versions=10, held=10 * (256 + 300))
     assert graph.sweeps([100] * 4, 400) == [1, 1, 1, 1]  # two are more than that already
     assert replace(graph, held=10 * (3 * 256 + 100 + 200 + 300)).sweeps([100] * 4, 400) == [3, 1]

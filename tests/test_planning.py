@@ -195,7 +195,7 @@ def test_a_prompt_longer_than_what_a_model_was_made_for_is_planned_for(folders: 
         planned_context(64, 64, None, 65)
 
 
-def test_what_a_model_weighs_is_told_however_much_that_is(
+def test_what_a_model_weighs_is_reported_however_much_that_is(
     folders: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outcore.decode.preparation.last_resort", lambda: 1000)

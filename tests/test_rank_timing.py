@@ -45,7 +45,7 @@ def test_what_is_in_memory_takes_its_computing_and_hops() -> None:
     assert sweep([1] * 16, 2, 0.005, read_s=0, compute_s=0.01) == pytest.approx(0.16 + 2 * 0.005)
 
 
-def test_the_first_sweep_reads_everything() -> None:
+def test_the_first_pass_reads_everything() -> None:
     """Of the next a part is in the slots already."""
     assert pass_ends(*timing([0] * 16, 1)) == pytest.approx([1.6], rel=0.01)
     in_blocks = timing([0] * 8 + [1] * 8, 2)

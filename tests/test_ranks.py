@@ -101,7 +101,7 @@ def test_drafts_are_the_first_ranks(model_type: str, resident: int | None, two: 
 
 
 @pytest.mark.parametrize(("model_type", "resident"), [("llama", 0), ("qwen3_next", None)])
-def test_sequences_that_share_sweeps(model_type: str, resident: int | None, two: RankProcesses, tmp_path: Path) -> None:
+def test_sequences_that_share_passes(model_type: str, resident: int | None, two: RankProcesses, tmp_path: Path) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path)
     prompts, tokens = [rank_work.PROMPT, [3, 4, 5], [9] * 20], [3, 5, 7]
     expected, _ = rank_work.batch(None, folder, prompts, tokens, resident=0)
@@ -193,7 +193,7 @@ def test_a_model_that_cannot_be_cut_is_refused(model_type: str, two: RankProcess
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_others_that_are_late_are_no_part_of_a_sweep(late: int, two: RankProcesses, llama: Path) -> None:
+def test_others_that_are_late_are_no_part_of_a_pass(late: int, two: RankProcesses, llama: Path) -> None:
     """Whether they are waited for before the last streamed layer or behind it."""
     found = two.run(rank_work.while_others_are_late, llama, late)
     seconds = found[1 - late]

@@ -56,7 +56,7 @@ def test_how_layers_lie_in_words(places: list[list[int]], layout: str) -> None:
     assert found.layout == layout
 
 
-def test_what_others_note_is_told_once() -> None:
+def test_what_others_note_is_reported_once() -> None:
     parts = [
         replace(part([n]), notes=["all know", *["this one alone"] * (n == 1)], host="ab"[n == 1]) for n in range(3)
     ]
@@ -79,7 +79,7 @@ def test_long_prompts_take_as_long_for_each_chunk_as_those_before() -> None:
     assert twice - whole == pytest.approx(2 * (whole - half), rel=0.01)
 
 
-def test_what_is_told_comes_back_from_json() -> None:
+def test_what_is_reported_comes_back_from_json() -> None:
     told = part([0, 2], head_s=0.5)
     back = RankPart(**json.loads(json.dumps(asdict(told))))
     assert shared([back], 3, 120) == replace(shared([told], 3, 120), parts=(back,))

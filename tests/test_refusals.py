@@ -316,7 +316,7 @@ def test_a_misspelt_argument_is_told_what_may_have_been_meant(model: Path) -> No
 
 
 @pytest.mark.parametrize(("memory", "meant"), [(4, '"4GB"'), (4096, '"4096MB"')])
-def test_a_few_bytes_are_told_to_be_bytes(model: Path, memory: int, meant: str) -> None:
+def test_a_few_bytes_are_reported_to_be_bytes(model: Path, memory: int, meant: str) -> None:
     for function in (outcore.load, outcore.plan_model):
         with pytest.raises(outcore.BudgetError, match=f"memory={memory} is {memory} bytes: write memory={meant}"):
             function(str(model), memory=memory)
@@ -414,7 +414,7 @@ def wrong_caches(cache: Sequence[Any]) -> dict[str, Sequence[Any]]:
     }  # fmt: skip
 
 
-def test_a_prompt_cache_of_another_model_is_refused_before_any_sweep(
+def test_a_prompt_cache_of_another_model_is_refused_before_any_pass(
     model: Path, tmp_path: Path, capsys: Output
 ) -> None:
     ours, tokenizer = outcore.load(str(model), memory="1GB", resident=1, context=32)
@@ -489,7 +489,7 @@ def test_a_session_fits_on_a_screen(model: Path) -> None:
         assert "closed" in repr(session)
 
 
-def test_what_is_no_prompt_is_told_as_one(model: Path) -> None:
+def test_what_is_no_prompt_is_reported_as_one(model: Path) -> None:
     loaded, _ = outcore.load_model(model, memory="100MB", context=32)
     with loaded.outcore:
         for wrong in (None, object(), ["a"], [2**70]):

@@ -407,7 +407,7 @@ def test_perplexities_are_a_table(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "## Results" not in text
 
 
-def test_notes_are_told_once_with_the_rows_that_they_are_about() -> None:
+def test_notes_are_reported_once_with_the_rows_that_they_are_about() -> None:
     d = document(rows=[full(), streamed(0, 0.5, notes=["busy"]), streamed(8, 0.6, notes=["busy"])])
     line = "outcore, 0 % resident; outcore, 25 % resident: busy"
     assert f"- Note: {line}" in text_of(d) and f"<li>{line}</li>" in page_of(d)

@@ -503,7 +503,7 @@ class Scripted(Governor):
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_what_a_look_in_the_middle_of_a_sweep_finds_is_done_at_its_end(folder: Path, back: bool) -> None:
+def test_what_a_look_in_the_middle_of_a_pass_finds_is_done_at_its_end(folder: Path, back: bool) -> None:
     model, tokenizer = outcore.load(str(folder), memory="60MB", resident=4, govern=False)
     with model.outcore as session:
         layers = session.residency.layers

@@ -210,7 +210,7 @@ def build(
 
 
 @pytest.mark.parametrize("slots", [2, 3, 5, 11])
-def test_units_are_read_in_their_order_once_a_sweep_and_nothing_is_missed(slots: int) -> None:
+def test_units_are_read_in_their_order_once_a_pass_and_nothing_is_missed(slots: int) -> None:
     loop, reader = build(7, slots)
     for _ in range(5):
         assert loop.sweep(range(7)) == 0
@@ -218,7 +218,7 @@ def test_units_are_read_in_their_order_once_a_sweep_and_nothing_is_missed(slots:
     assert loop.ring.metrics.units == 35
 
 
-def test_the_next_sweeps_first_units_are_read_while_the_last_ones_are_computed() -> None:
+def test_the_next_passes_first_units_are_read_while_the_last_ones_are_computed() -> None:
     loop, reader = build(5, 3)
     ring = loop.ring
     ring.begin_pass()
@@ -281,7 +281,7 @@ STRANGE = {
 
 @pytest.mark.parametrize("slots", [2, 3, 4])
 @pytest.mark.parametrize("order", STRANGE.values(), ids=STRANGE)
-def test_an_order_that_was_not_foreseen_is_served_right_and_then_learnt(order: list[int], slots: int) -> None:
+def test_an_order_that_was_not_predicted_is_served_right_and_then_learnt(order: list[int], slots: int) -> None:
     loop, reader = build(6, slots)
     first = loop.sweep(order)
     assert (first > 0) == (order != (list(range(6)) * 2)[: len(order)])
@@ -306,7 +306,7 @@ def test_a_unit_that_was_never_in_the_order_is_served_right_and_then_expected(sl
 
 
 @pytest.mark.parametrize("length", range(1, 6))
-def test_a_sweep_that_broke_off_teaches_nothing(length: int) -> None:
+def test_a_pass_that_broke_off_teaches_nothing(length: int) -> None:
     loop, _ = build(6, 3)
     loop.sweep(range(6))
     assert loop.sweep(range(length)) == 0
@@ -396,7 +396,7 @@ def test_what_failed_to_be_read_ahead_is_read_again_when_it_is_wanted() -> None:
     assert loop.sweep(range(6)) == 0 and not reader.fails
 
 
-def test_a_sweep_that_broke_off_leaves_a_whole_ring() -> None:
+def test_a_pass_that_broke_off_leaves_a_whole_ring() -> None:
     """Whatever was held, and whatever was still being read into a slot."""
     for held, lost in itertools.product((False, True), range(1, 4)):
         loop, reader = build(6, 3)

@@ -61,7 +61,7 @@ def test_what_is_found_is_what_all_of_them_would_give(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_peak_that_is_told_at_once_is_that_of_the_plan(seed: int) -> None:
+def test_the_peak_that_is_reported_at_once_is_that_of_the_plan(seed: int) -> None:
     rng = random.Random(seed)
     size = random_size(rng)
     candidates = Candidates(size)

@@ -157,7 +157,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_loaded(
     assert wanted in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_reported_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     (taken,) = listen("127.0.0.1", 0)
     taken.listen()
     port = taken.getsockname()[1]

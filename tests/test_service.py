@@ -82,7 +82,7 @@ def expected(served: Path) -> dict[str, str]:
         return {p: outcore.generate(model, tokenizer, p, max_tokens=6) for p in PROMPTS}
 
 
-def test_an_answer_is_generates_and_is_told_in_order(served: Path, expected: dict[str, str]) -> None:
+def test_an_answer_is_generates_and_is_reported_in_order(served: Path, expected: dict[str, str]) -> None:
     with serving(served, draft="auto") as service:
         events = asyncio.run(heard(service, GenerationRequest(prompt=PROMPTS[0], max_tokens=6)))
         assert text_of(events) == expected[PROMPTS[0]]
@@ -101,7 +101,7 @@ def test_an_answer_is_generates_and_is_told_in_order(served: Path, expected: dic
         assert state["models"][served.name]["tokens"] == 6
 
 
-def test_sixteen_requests_share_sweeps(served: Path, expected: dict[str, str]) -> None:
+def test_sixteen_requests_share_passes(served: Path, expected: dict[str, str]) -> None:
     with serving(served, memory="400MB") as service:
         asyncio.run(heard(service, GenerationRequest(prompt="x", max_tokens=1)))
         steps = []

@@ -109,7 +109,7 @@ def test_addresses_of_all_families_and_of_none() -> None:
     asyncio.run(test())
 
 
-def test_errors_are_told_in_the_words_of_the_family() -> None:
+def test_errors_are_reported_in_the_words_of_the_family() -> None:
     async def test() -> None:
         async with running() as server:
             told = {

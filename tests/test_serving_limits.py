@@ -70,7 +70,7 @@ LATE = {
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_a_client_that_is_late_is_told_so_and_closed(name: str) -> None:
+def test_a_client_that_is_late_gets_an_answer_and_closed(name: str) -> None:
     sent, allowed_s, wanted = LATE[name]
 
     async def test() -> None:

@@ -26,7 +26,7 @@ def test_equal_units_take_the_longer_of_reading_and_computing(slots: int) -> Non
     assert simulate(layers(32, 2.0, 1.0), slots).sweep_s == pytest.approx(64)
 
 
-def test_the_first_sweep_finds_full_slots() -> None:
+def test_the_first_pass_finds_full_slots() -> None:
     # Three of ten units are there already.
     assert simulate(layers(10, 0.0, 1.0), 3).first_s == pytest.approx(7)
 
@@ -46,7 +46,7 @@ def test_residents_in_one_block_leave_the_disk_idle() -> None:
         assert 1.2 < simulate(layers(32, 1.0, 2.4, block), 3).sweep_s / even < 1.45
 
 
-def test_bounds_that_no_sweep_can_beat() -> None:
+def test_bounds_that_no_pass_can_beat() -> None:
     rng = random.Random(3)
     for _ in range(200):
         stages = [

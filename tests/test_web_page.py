@@ -193,7 +193,7 @@ def page(shared: Page) -> Iterator[Page]:
     assert violations == [] and not shared.run("window.ran"), "something ran, or wanted to"
 
 
-def test_an_answer_is_markdown_its_figures_are_told_and_a_reload_keeps_it(page: Page) -> None:
+def test_an_answer_is_markdown_its_figures_are_reported_and_a_reload_keeps_it(page: Page) -> None:
     page.service.thought = "let me see"
     page.set(system="Be brief.", temperature="0.7")
     page.send("An area, please")
@@ -257,7 +257,7 @@ def test_an_answer_stops_goes_on_and_survives_a_reload_in_its_middle(page: Page)
     assert "Continue" in page.texts(".said:last-child button")
 
 
-def test_what_waits_for_the_disk_is_told(page: Page) -> None:
+def test_what_waits_for_the_disk_is_reported(page: Page) -> None:
     page.service.stalls_s, page.service.pace_s = 1.5, 0.03
     page.until("document.getElementById('state').textContent === 'working'")
     page.run("t.click('#all')")
@@ -422,7 +422,7 @@ def test_it_fits_a_phone_and_is_readable(page: Page, scheme: str) -> None:
     assert dark == (scheme == "dark")
 
 
-def test_a_full_store_is_told(page: Page) -> None:
+def test_a_full_store_is_reported(page: Page) -> None:
     origin = page.url.rstrip("/")
     page.tab.call("Storage.overrideQuotaForOrigin", origin=origin, quotaSize=1000)
     try:
