@@ -100,14 +100,14 @@ def prefill_progress(
         return bar.clear
     units = len(streaming.layers.units)
     # Shown at once: in the first run, compiling kernels delays the first unit.
-    bar.count("prompt", 0, units)
+    bar.count("weights for the prompt", 0, units)
     done = 0
 
     def unit() -> None:
         nonlocal done
         check()
         done += 1
-        bar.count("prompt", (done - 1) % units + 1, units)
+        bar.count("weights for the prompt", (done - 1) % units + 1, units)
 
     streaming.after_unit.append(unit)
 
