@@ -60,7 +60,7 @@ NOT_RUN = {
 }
 
 # Flags in the text that are other programs'.
-THEIRS = {"--add-host", "--build-arg", "--map-tokens", "--tools", "--backend", "--batch", "--its-own-flags"}
+THEIRS = {"--add-host", "--build-arg", "--from", "--map-tokens", "--tools", "--backend", "--batch", "--its-own-flags"}
 
 
 def parts(page: Path, kind: str) -> list[tuple[str, str]]:
