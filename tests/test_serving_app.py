@@ -71,6 +71,8 @@ def test_the_journal_has_a_line_for_each_request_to_a_model_and_each_refused_one
             await ask(server, "POST", "/v1/say", prompt="a")
             await ask(server, "GET", "/v1/models")
             await ask(server, "GET", "/no%0Away")
+            await ask(server, "POST", "/v1/say")
+            await ask(server, "GET", "/", {"host": "evil.example"})
             await ask(server, "POST", "/v1/say", prompt="fail", stream=True)
             with pytest.raises(httpx.ReadTimeout):
                 async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=0.2) as client:
@@ -84,7 +86,9 @@ def test_the_journal_has_a_line_for_each_request_to_a_model_and_each_refused_one
     assert all(re.fullmatch(r"[-\d]{10} [:\d]{8}  127\.0\.0\.1  .*", line) for line in lines)
     assert [line.split("  ", 2)[2] for line in lines] == [
         "fake  in 5  cached 3  out 9  4.00 tok/s  200 POST /v1/say",
-        "404 GET /no way",
+        "404 GET /no way  no such address",
+        "400 POST /v1/say  prompt: a text is needed",
+        "403 GET /  the host name 'evil.example' is not allowed; add it with --allowed-hosts",
         "fake  in 5  cached 3  failed POST /v1/say",
         "fake  in 5  cached 3  client left POST /v1/say",
         "200 GET /v1/models",
@@ -112,13 +116,18 @@ def test_addresses_of_all_families_and_of_none() -> None:
 def test_errors_are_reported_in_the_words_of_the_family() -> None:
     async def test() -> None:
         async with running() as server:
+            meant = ", did you mean /v1/messages?"
             told = {
+                ("POST", "/v1/v1/messages"): (
+                    404,
+                    {"error": {"message": f"/v1/v1/messages: no such address{meant}", "code": "not_found"}},
+                ),
                 ("GET", "/nope"): (404, {"error": {"message": "/nope: no such address", "code": "not_found"}}),
                 ("GET", "/v1/nope"): (404, {"error": {"message": "/v1/nope: no such address", "code": "not_found"}}),
                 ("GET", "/api/nope"): (404, {"error": "/api/nope: no such address"}),
-                ("POST", "/v1/messages/x"): (404, {"type": "error", "told": "/v1/messages/x: no such address"}),
-                ("POST", "/v1/messages/"): (404, {"type": "error", "told": "/v1/messages/: no such address"}),
-                ("GET", "/v1/messages"): (405, {"type": "error", "told": "/v1/messages: GET is not allowed"}),
+                ("POST", "/v1/messages/x"): (404, {"type": "error", "told": f"/v1/messages/x: no such address{meant}"}),
+                ("POST", "/v1/messages/"): (404, {"type": "error", "told": f"/v1/messages/: no such address{meant}"}),
+                ("GET", "/v1/messages"): (405, {"type": "error", "told": "/v1/messages: GET is not allowed, use POST"}),
                 ("POST", "/api/say"): (400, {"error": "prompt: a text is needed"}),
             }
             for (method, path), wanted in told.items():
@@ -372,6 +381,7 @@ def test_with_a_key_requests_must_carry_it() -> None:
                     answer = await client.get("/v1/models", headers=sent)  # type: ignore[arg-type]
                 assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
                 assert "cret" not in answer.text
+                assert ("the API key given is not the server's" in answer.text) == ("Bearer secret" in wrong.values())
             assert (await ask(server, "GET", "/health")).status_code == 200
             assert (await ask(server, "GET", "/")).status_code == 200
             assert (await ask(server, "GET", "/metrics")).status_code == 401

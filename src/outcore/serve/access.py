@@ -60,8 +60,8 @@ class Access:
         if origin is not None and not (own or local or "*" in self.origins or origin in self.origins):
             why = f"pages of {origin[:100]!r} are not allowed; add this origin with --allowed-origins"
             raise RequestError(why, "origin_not_allowed", status=403)
-        if self.key is not None and not KEYLESS_PATHS.fullmatch(path) and not _carries(headers, self.key):
-            raise RequestError("give the server's API key, as Bearer or x-api-key", "invalid_api_key", status=401)
+        if self.key is not None and not KEYLESS_PATHS.fullmatch(path) and (why := _wrong(headers, self.key)):
+            raise RequestError(why, "invalid_api_key", status=401)
 
     def _allows_host(self, name: str) -> bool:
         if "*" in self.hosts or name in self.hosts or name == "localhost" or name.endswith(".localhost"):
@@ -82,7 +82,7 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, access: Access, header_bytes: int, refusal: Callable[[str, Headers, RequestError], Response]
+        self, app: ASGIApp, access: Access, header_bytes: int, refusal: Callable[[Scope, RequestError], Response]
     ) -> None:
         self.app, self.access, self.header_bytes, self.refusal = app, access, header_bytes, refusal
 
@@ -96,7 +96,7 @@ class Guard:
                 raise RequestError("give either Content-Length or Transfer-Encoding", FRAMING)
             self.access.check(scope["path"], headers)
         except RequestError as e:
-            response = self.refusal(scope["path"], headers, e)
+            response = self.refusal(scope, e)
             if e.code == FRAMING:
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
@@ -125,16 +125,15 @@ def cors(access: Access, exposed: str) -> Middleware:
 
 def _name(host: str) -> str:
     name = host.strip().lower()
-    if name.startswith("["):
-        return name[1:].partition("]")[0]
-    return name.partition(":")[0].removesuffix(".")
+    return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0].removesuffix(".")
 
 
-def _carries(headers: Headers, key: str) -> bool:
-    """Compares in constant time; hashing hides the key's length too."""
+def _wrong(headers: Headers, key: str) -> str:
+    """What is wrong with a request's key, if anything. Compares in constant time; hashing hides the length too."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
     wanted = hashlib.sha256(key.encode()).digest()
     # Headers are bytes, which Starlette reads as Latin-1.
     found = [hmac.compare_digest(hashlib.sha256(word.encode("latin-1")).digest(), wanted) for word in given]
-    return any(found)
+    missing = "give the server's API key, as Bearer or x-api-key"
+    return "" if any(found) else "the API key given is not the server's" if any(given) else missing

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from starlette.applications import Starlette
@@ -51,12 +52,16 @@ def application(site: Site, access: Access | None = None) -> Starlette:
 
     def missing(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
-        what = "no such address" if status == 404 else f"{request.method} is not allowed"
+        what, headers = "no such address", getattr(error, "headers", None) or {}
+        if "Allow" in headers:
+            what = f"{request.method} is not allowed, use {' or '.join(sorted(headers['Allow'].split(', ')))}"
+        elif near := get_close_matches(request.url.path, [path for path, _ in routes if "{" not in path], 1, 0.8):
+            what += f", did you mean {near[0]}?"
         if not modules("apis"):
             what += " (without the package outcore_apis, this server has only OpenAI's chats and completions)"
-        why = RequestError(f"{request.url.path}: {what}", "not_found", status=status)
-        response = site.refusal(request.url.path, request.headers, why)
-        response.headers.update(getattr(error, "headers", None) or {})
+        why = RequestError(f"{request.scope['path']}: {what}", "not_found", status=status)
+        response = site.refusal(request.scope, why)
+        response.headers.update(headers)
         return response
 
     async def health(_: Request) -> Response:
@@ -66,9 +71,8 @@ def application(site: Site, access: Access | None = None) -> Starlette:
         return json_response(body, 503 if status == "closing" else 200)
 
     routes: dict[tuple[str, str], list[tuple[Api, Route]]] = {}
-    for api in site.apis:
-        for route in api.routes:
-            routes.setdefault((route.path, route.method), []).append((api, route))
+    for api, route in ((a, r) for a in site.apis for r in a.routes):
+        routes.setdefault((route.path, route.method), []).append((api, route))
     app = Starlette(
         routes=[
             StarletteRoute("/health", health, methods=["GET"]),
@@ -89,6 +93,7 @@ class Seen:
     status: int = 0
     complete: bool = False
     model: str = ""
+    why: str = ""  # it was refused
     begun: Begun | Finished | None = None
     finished: Finished | None = None
 
@@ -103,6 +108,7 @@ class Seen:
         failed = self.begun is not None and self.finished is None
         status = "client left" if not self.complete else "failed" if failed and self.status < 400 else self.status
         parts.append(f"{status} {scope['method']} {shortened(scope['path'], 80)}")
+        parts.append(shortened(self.why.removeprefix(f"{scope['path']}: "), 80))
         return "  ".join(part for part in parts if part)
 
 
@@ -163,13 +169,13 @@ class Address:
         except RequestError as e:
             # The frames of its traceback refer to the whole body, which can be freed now.
             e.__traceback__ = e.__cause__ = e.__context__ = None
-            await error_response(api, e)(scope, receive, send)
+            await error_response(api, e, scope)(scope, receive, send)
         except Exception:
             log.exception("%s %s failed", request.method, route.path)
             if started:
                 raise
             error = RequestError("something went wrong; the server's log says what", "internal_error", status=500)
-            await error_response(api, error)(scope, receive, send)
+            await error_response(api, error, scope)(scope, receive, send)
         finally:
             body.release()
             self.site.under_way -= 1
@@ -290,7 +296,6 @@ async def _with_silences(events: AsyncGenerator[Event, None], site: Site) -> Asy
 
 
 async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass

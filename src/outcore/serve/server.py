@@ -229,11 +229,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
                     break
         if not sockets:
             assert failed is not None
-            other = (
-                "; outcore ps lists your servers, --port 0 picks a free port"
-                if failed.errno == errno.EADDRINUSE
-                else ""
-            )
+            used = failed.errno == errno.EADDRINUSE
+            other = "; outcore ps lists your servers, --port 0 picks a free port" if used else ""
             raise OutcoreError(f"--host {host} --port {port}: {failed.strerror}{other}") from failed
         opened.pop_all()
     return sockets

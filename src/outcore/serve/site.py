@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
+from starlette.types import Scope
 
 from .api import Api, Defaults, encoded
 from .connection import ClientLimits
@@ -45,9 +47,8 @@ class Site:
         ended: answers under way are ended too.
         under_way: number of requests being answered; ``answered``: number already answered, errors included.
         held_bytes: bytes of bodies that are being read or whose requests wait for their answers.
-        turned_away: connections refused for lack of room.
-        dropped: connections closed to make room for others.
-        late: connections closed because of a time-out.
+        turned_away, dropped, late: connections refused for lack of room, closed to make room for others, and closed
+            because of a time-out.
         journal: gets a line about each request to a model and each refused one; on the level INFO, about every request.
     """
 
@@ -71,28 +72,26 @@ class Site:
         if self.closing:
             raise shutting_down()
 
-    def refusal(self, path: str, headers: Mapping[str, str], error: RequestError) -> Response:
-        """The response for an error, in the form of the API whose paths are most like ``path``.
-
-        Of several such APIs, the one whose header the request has is used.
-        """
+    def refusal(self, scope: Scope, error: RequestError) -> Response:
+        """The response for an error, in the form of the API whose paths, and then whose header, are most like those."""
+        path, headers = scope["path"], Headers(scope=scope)
 
         def likeness(api: Api) -> tuple[int, bool]:
             alike = [len(os.path.commonpath(["/" + path.lstrip("/"), route.path])) for route in api.routes]
             return max(alike, default=0), api.header is not None and api.header in headers
 
-        return error_response(max(self.apis, key=likeness), error)
+        return error_response(max(self.apis, key=likeness), error, scope)
 
     def refused(self, status: int, message: str) -> bytes:
         return encoded(self.apis[0].error_body(RequestError(message, "connection", status=status)))
 
 
-def error_response(api: Api, error: RequestError) -> Response:
-    response = json_response(api.error_body(error), error.status)
+def error_response(api: Api, error: RequestError, scope: Scope) -> Response:
+    scope["outcore.seen"].why = str(error)  # for the journal
+    headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
+    response = json_response(api.error_body(error), error.status, headers)
     if error.retry_after is not None:
         response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
-    if error.status == 401:
-        response.headers["www-authenticate"] = "Bearer"
     return response
 
 
