@@ -70,9 +70,10 @@ def test_a_model_of_hundreds_of_layers_and_one_that_streams_nothing_are_drawn() 
         "models"
     ]
     whole |= {"disk": whole["disk"] | {"how": "none", "ceiling_gbps": None, "gbps": None, "stalled": None}}
-    whole |= {"tokens": dict.fromkeys(whole["tokens"], None) | {"made": 0, "sweeps": 0, "in_sweep": 0}}
+    whole |= {"tokens": dict.fromkeys(whole["tokens"], None) | {"made": 14, "per_s": 0.0, "sweeps": 0, "in_sweep": 0}}
     text = drawn(view(made_up(), whole), 78)
     assert "nothing is streamed" in text and "no notes" in text
+    assert "– tokens/s" in text and "14 tokens" in text and "pass" not in text
 
 
 def test_snapshots_are_printed_a_line_each_until_the_process_ends(

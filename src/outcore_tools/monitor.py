@@ -128,12 +128,14 @@ def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
 
 
 def _speed(t: Mapping[str, Any], streams: bool) -> tuple[Text, Text]:
-    first = Text.assemble(("–" if t["per_s"] is None else f"{t['per_s']:.2f}", "bold green"), " tokens/s")
+    first = Text.assemble((f"{t['per_s']:.2f}" if t["per_s"] else "–", "bold green"), " tokens/s")
     if t["per_sweep"] is not None:
         first.append(f"   {t['per_sweep']:.2f} per pass")
     if t["sweeps_per_s"] is not None and streams:
         first.append(f"   {t['sweeps_per_s']:.2f} passes/s")
-    second = Text(f"{counted(t['made'], 'token')} in {counted(t['sweeps'], 'pass')}", "bright_black")
+    # Of a model that is all in memory no passes are counted.
+    within = f" in {counted(t['sweeps'], 'pass')}" if streams or t["sweeps"] else ""
+    second = Text(counted(t["made"], "token") + within, "bright_black")
     if t["sweep_s"] is not None:
         second.append(f"; the last pass took {t['sweep_s']:.2f} s")
     if t["in_sweep"] > 1:
