@@ -566,10 +566,20 @@ def test_the_last_typed_conversation_is_kept_and_resumed(
     again, err = run("something else", "/resume", "three")
     assert "/resume continues" in err and "last conversation: 2 turns" in err and "its last message: two" in err
     assert again[-1]["tokens"] == whole[-1]["tokens"]
-    _, err = run("/clear", "/resume")
-    assert "last conversation: 3 turns" in err and [*file.parent.iterdir()] == [file], "one a model"
-    assert main(["cache", "ls"]) == 0 and f"sessions-{file.stem}" in capsys.readouterr().out
-    file.unlink()
+    _, err = run("new", "/clear", "/resume", "/resume")
+    said = [line for line in err.splitlines() if "last conversation:" in line]
+    assert "1 turn," in said[0] and "3 turns," in said[1], "what was cleared, then the one before it"
+    (file.parent / f"{file.stem.rpartition('+')[0]}+9.json").write_text("{")  # the newest, and damaged
+    _, err = run("/resume", "four")
+    assert "not resumed: " in err and "last conversation: 3 turns" in err
+    files = sorted(file.parent.glob("last+*.json"))
+    assert main(["cache", "ls"]) == 0 and f"sessions-{files[0].stem}" in capsys.readouterr().out
+    for n in range(12):
+        run(f"number {n}")
+    files = sorted(file.parent.glob("last+*.json"))
+    assert len(files) == 10
+    for each in files:
+        each.unlink()
     assert "/resume: no conversation with this model was kept" in run("/resume", typed=False)[1]
 
 

@@ -8,7 +8,7 @@ import os
 import pty
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,7 +30,8 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.TextIOWrapper]:
     read, write = os.pipe()
     with os.fdopen(read) as file:
         monkeypatch.setattr("sys.stdin", file)
-        yield os.fdopen(write, "w")
+        with os.fdopen(write, "w") as writer:
+            yield writer
 
 
 @pytest.mark.parametrize(
@@ -54,16 +55,39 @@ def test_what_a_shell_pipes_follows_the_prompt(line: str, says: str, tmp_path: P
     assert (done.stdout, done.stderr) == (says, "")
 
 
-def test_a_parents_idle_pipe_is_not_waited_for(silent: io.TextIOWrapper, capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.monotonic()
-    assert whole_prompt("explain") == "explain"
-    assert capsys.readouterr().err.startswith("standard input is open, but nobody writes to it: not waited for")
-    with pytest.raises(UsageError, match="no prompt: give --prompt TEXT, or pipe text in"):
-        whole_prompt(None)
-    assert time.monotonic() - began < 5
-    print("of ours", file=silent, flush=True)
+@pytest.mark.parametrize("given", ["explain", None, "-"])
+def test_a_silent_pipe_is_waited_for_and_says_so(
+    given: str | None, silent: io.TextIOWrapper, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever writes late, from another process group or by another descriptor, is heard."""
+
+    def write() -> None:
+        silent.write("of ours")
+        silent.close()
+
+    late = threading.Timer(0.2, write)
+    late.start()
+    assert whole_prompt(given) == {"explain": "explain\n\nof ours"}.get(given or "", "of ours")
+    late.join()
+    assert ("< /dev/null says that there is none" in capsys.readouterr().err) == (given != "-")
+
+
+@pytest.mark.parametrize("given", [None, "-"])
+def test_nothing_piped_is_no_prompt(given: str | None, silent: io.TextIOWrapper) -> None:
+    silent.write(" \n")
     silent.close()
-    assert whole_prompt("-") == "of ours\n"
+    with pytest.raises(UsageError, match="no prompt: give --prompt TEXT, or pipe text in"):
+        whole_prompt(given)
+
+
+def test_more_text_than_a_prompt_can_have_is_read_no_further(
+    silent: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(piped, "MOST", 1_000)
+    silent.write("x" * 1_001)  # and it is not closed
+    silent.flush()
+    with pytest.raises(UsageError, match="standard input has more than"):
+        whole_prompt("explain")
 
 
 def test_other_ranks_do_not_read_what_one_of_them_is_given(silent: io.TextIOWrapper) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
+import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +70,14 @@ class Chat:
         self.kept = KeptChat(self, name)
 
     def greet(self) -> None:
-        plan, last = self.session.plan, self.kept.last
+        plan = self.session.plan
         layers = len(plan.resident) + len(plan.streamed)
         self.say(
             f"{self._name}: {len(plan.streamed)} of {layers} layers streamed, {format_size(plan.budget_bytes)} of "
             f"memory, room for {plan.context} tokens of conversation",
             "bold",
         )
-        resume = "/resume continues the last conversation, " if last is not None and last.exists() else ""
+        resume = "/resume continues the last conversation, " if self.kept.others() else ""
         self.say(f"/help lists commands, {resume}Ctrl-C stops an answer, Ctrl-D leaves")
 
     def retell(self, template: ChatTemplate, turns: Sequence[SavedTurn]) -> None:
@@ -220,6 +222,10 @@ class Chat:
 WARN = "yellow"
 
 
+# Conversations with a model that are kept without a name; then the oldest goes.
+KEPT = 10
+
+
 class KeptChat:
     """Saves the conversation of a chat with the model ``name``, and continues a saved one.
 
@@ -227,7 +233,8 @@ class KeptChat:
         unsure: an answer is being generated, or failed unexpectedly, so the caches may hold tokens that the
             conversation does not.
         path: the file that the conversation is kept in; None: it is not kept.
-        last: the file of the last conversation with this model; None: there is no place for one.
+        stem: the beginning of the paths of conversations with this model; None: there is no place for them.
+        typed: a conversation without a file that the user named is kept, each in one of its own.
     """
 
     def __init__(self, chat: Chat, name: str) -> None:
@@ -236,8 +243,8 @@ class KeptChat:
         self._session, self._conversation, self._tokenizer = chat.session, chat.conversation, chat.template.tokenizer
         self._name, self._say = name, chat.say
         self.path: Path | None = None
-        self.last: Path | None = None
-        self._earlier: Saved | None = None  # what ``last`` held before the present conversation
+        self.stem: Path | None = None
+        self.typed = False
         self._caches: str | None = None  # the name under which the prefix cache has its caches
 
     def save(self, path: Path) -> None:
@@ -248,7 +255,19 @@ class KeptChat:
     def load(self, path: Path) -> None:
         self._go_on(saved_conversation.load(path, self._tokenizer, self._session.vocabulary), str(path))
 
+    def begin(self) -> None:
+        """Keeps what follows in another file, so that the conversation until now stays in its own."""
+        if self.typed and self.stem is not None:
+            self.path = self.stem.with_name(f"{self.stem.name}+{time.time_ns()}.json")
+
+    def others(self) -> list[Path]:
+        """Returns the files of other conversations with this model, last begun first."""
+        if self.stem is None:
+            return []
+        return sorted({*self.stem.parent.glob(f"{glob.escape(self.stem.name)}+*.json")} - {self.path}, reverse=True)
+
     def _go_on(self, saved: Saved, what: str) -> None:
+        self.begin()
         # Frees the present caches before others are loaded.
         self._conversation.goes_on(saved.tokens, None, 0)
         self._caches = self._restored(saved)
@@ -278,44 +297,47 @@ class KeptChat:
     def resume(self, path: Path) -> bool:
         """Continues the conversation in a session's file, or begins one there. Returns whether it had turns."""
         exists = path.exists()
+        self.typed = False
         (self.load if exists else self._write)(path)
         self.path = path
         return exists and bool(self.turns)
 
     def resume_last(self) -> None:
         """Continues the conversation before this one. Raises ``UsageError`` if there is none."""
-        if (saved := self._earlier or self._kept()) is None:
-            raise UsageError("no conversation with this model was kept")
-        self._earlier = None
-        self._go_on(saved, "the last conversation")
-        for turn in saved.turns[-1:]:
-            self._say(f"its last message: {shortened(turn.message, 100)}")
-        self._keep_text()
-
-    def _kept(self) -> Saved | None:
-        if self.last is None or not self.last.exists():
-            return None
-        return saved_conversation.load(self.last, self._tokenizer, self._session.vocabulary)
+        for file in self.others():
+            try:
+                saved = saved_conversation.load(file, self._tokenizer, self._session.vocabulary)
+            except UsageError as e:
+                self._say(f"not resumed: {e}", WARN)
+                continue
+            self._go_on(saved, "the last conversation")
+            for turn in saved.turns[-1:]:
+                self._say(f"its last message: {shortened(turn.message, 100)}")
+            if self.typed and self._keep_text():
+                file.unlink(missing_ok=True)  # it has moved
+            return
+        raise UsageError("no conversation with this model was kept")
 
     def added(self, turn: SavedTurn) -> None:
         """Saves another turn; a file that cannot be written is a warning and does not end the chat."""
         self.turns.append(turn)
-        if len(self.turns) == 1 and self.path == self.last:
-            with suppress(UsageError):
-                self._earlier = self._kept()
-        self._keep_text()
+        if self._keep_text() and self.typed:
+            for old in self.others()[KEPT - 1 :]:
+                old.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        if self.path is not None and self.path != self.last:
+        if self.path is not None and not self.typed:
             self._keep_text()
             self._keep_caches()
 
-    def _keep_text(self) -> None:
+    def _keep_text(self) -> bool:
         if self.path is not None:
             try:
                 self._write(self.path)
+                return True
             except UsageError as e:
                 self._say(f"the conversation is not saved: {e}", WARN)
+        return False
 
     def _write(self, path: Path) -> None:
         tokens, held = self._conversation.text, self._conversation.held

@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> None:
         commands = Commands(args, lambda given: prepared(given, bar))
         with closing(commands):
             kept = commands.chat.kept
-            if sys.stdin.isatty():  # piped lines are a program's, and do not replace what was typed last
-                kept.path = kept.last
+            kept.typed = sys.stdin.isatty()  # piped lines are a program's, and are not kept
+            kept.begin()
             if sys.stdin.isatty() or TYPED_ELSEWHERE in os.environ:
                 commands.chat.greet()
             if path is not None and kept.resume(path) and args.system_prompt:
@@ -79,7 +79,7 @@ def prepared(args: argparse.Namespace, bar: ProgressBar) -> Callable[[], Chat]:
         with suppress(OSError, StoreError):
             # No session has this name.
             name = re.sub(r"[^A-Za-z0-9._-]+", "--", model_name(args.model))[-80:]
-            chat.kept.last = sessions_folder() / f"last+{name}.json"
+            chat.kept.stem = sessions_folder() / f"last+{name}"
         return chat
 
     return load

@@ -91,6 +91,7 @@ class Commands:
 
     def _clear(self) -> None:
         self.chat.retell(self.chat.template, [])
+        self.chat.kept.begin()
         self.chat.say("conversation reset")
 
     def _set(self, rest: str) -> None:
@@ -121,7 +122,7 @@ class Commands:
         args = Namespace(**vars(self._args) | other)
         load, again = self._prepare(args), self._prepare(self._args)
         kept, records = self.chat.kept, self.chat.turns
-        turns, path, last = kept.turns, kept.path, kept.last
+        turns, path, typed = kept.turns, kept.path, kept.typed
         self.close()
         # All of it must be freed before the other is read.
         del self.chat, kept
@@ -136,6 +137,7 @@ class Commands:
             self.chat = again()
             self.chat.say(f"/model: {why}", WARN)
         self.chat.turns = records
-        self.chat.kept.path = self.chat.kept.last if path == last else path
+        self.chat.kept.path, self.chat.kept.typed = path, typed
+        self.chat.kept.begin()
         self.chat.retell(self.chat.template, turns)
         self.chat.greet()

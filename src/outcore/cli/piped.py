@@ -7,16 +7,13 @@ import os
 import select
 import stat
 import sys
-from pathlib import Path
-
-import psutil  # type: ignore[import-untyped]
 
 from ..errors import UsageError
 from .flags import text_of
 from .output import tell
 
-# Milliseconds that a pipe may stay silent before we look who writes into it.
-SILENT_MS = 500
+# Milliseconds after which a silent pipe is spoken of, and most bytes of a prompt: some 16 million tokens.
+SILENT_MS, MOST = 3000, 64_000_000
 
 
 def whole_prompt(given: str | None, *, alone: bool = True) -> str:
@@ -25,11 +22,9 @@ def whole_prompt(given: str | None, *, alone: bool = True) -> str:
     Raises:
         UsageError: there is neither, or it is not text.
     """
-    if given == "-":
-        return prompt_text(given)
-    told = text_of("--prompt", (given or "").replace("\\n", "\n").replace("\\t", "\t"))
-    piped = prompt_text("-") if alone and _holds_text(given is not None) else ""
-    if given is None and not piped:
+    told = text_of("--prompt", (given or "").replace("\\n", "\n").replace("\\t", "\t")) if given != "-" else ""
+    piped = prompt_text("-") if given == "-" or (alone and _holds_text(given is not None)) else ""
+    if given in (None, "-") and not piped.strip():
         raise UsageError("no prompt: give --prompt TEXT, or pipe text in; outcore chat asks for it")
     return f"{told}\n\n{piped}" if told and piped else told or piped
 
@@ -37,47 +32,39 @@ def whole_prompt(given: str | None, *, alone: bool = True) -> str:
 def prompt_text(given: str) -> str:
     try:
         if given == "-":
-            given = sys.stdin.read() if isinstance(sys.stdin, io.StringIO) else sys.stdin.buffer.read().decode("utf-8")
+            given = sys.stdin.read(MOST) if isinstance(sys.stdin, io.StringIO) else _read()
     except UnicodeDecodeError as e:
-        raise UsageError(f"--prompt -: standard input is not UTF-8 at byte {e.start}; convert it") from e
-    except OSError as e:
-        raise UsageError(f"--prompt -: standard input cannot be read: {e.strerror or e}") from e
+        raise UsageError(f"standard input is not UTF-8 at byte {e.start}; convert it") from e
+    except UsageError:
+        raise
+    except (AttributeError, OSError, ValueError) as e:
+        raise UsageError(f"standard input cannot be read: {e}") from e
     return text_of("--prompt", given)
 
 
-def _holds_text(prompted: bool) -> bool:
-    """Returns whether standard input is text for this command, rather than inherited.
+def _read() -> str:
+    found = sys.stdin.buffer.read(MOST + 1)
+    if len(found) > MOST:
+        raise UsageError(f"standard input has more than {MOST // 1_000_000} MB, which no prompt has")
+    return found.decode("utf-8")
 
-    Beside a prompt, a file that was read from before is a loop's (``while read line``). A silent pipe into which no
-    process of this pipeline writes is a parent's (ssh, a job runner).
-    """
+
+def _holds_text(prompted: bool) -> bool:
+    """Returns whether standard input is a file or a pipe; a file that a loop reads from (``while read line``) is not
+    this command's. A pipe is waited for, whoever may write to it."""
     if isinstance(sys.stdin, io.StringIO):
         return True
     try:
         fd = sys.stdin.fileno()
-        found = os.fstat(fd)
+        kind = os.fstat(fd).st_mode
+        if stat.S_ISREG(kind):
+            return not prompted or os.lseek(fd, 0, os.SEEK_CUR) == 0
     except (AttributeError, OSError, ValueError):  # it is closed, or no file
         return False
-    if stat.S_ISREG(found.st_mode):
-        return not prompted or os.lseek(fd, 0, os.SEEK_CUR) == 0
-    if not (stat.S_ISFIFO(found.st_mode) or stat.S_ISSOCK(found.st_mode)):
+    if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
         return False  # a terminal, or a device without an end
     waiting = select.poll()
     waiting.register(fd, select.POLLIN | select.POLLHUP)
-    while not waiting.poll(SILENT_MS):
-        above = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
-        if not any(_writes(pid, found.st_ino) for pid in set(psutil.pids()) - above):
-            tell("standard input is open, but nobody writes to it: not waited for (--prompt - waits)")
-            return False
+    if not waiting.poll(SILENT_MS):
+        tell("waiting for text on standard input; < /dev/null says that there is none")
     return True
-
-
-def _writes(pid: int, pipe: int) -> bool:
-    """Returns whether a process of this pipeline, which shares its process group, writes to the pipe of that inode."""
-    output = Path(f"/proc/{pid}/fd/1")  # where there is no /proc, any process of the group may be the one
-    try:
-        return os.getpgid(pid) == os.getpgrp() and (not output.parent.exists() or output.stat().st_ino == pipe)
-    except PermissionError:
-        return True  # another user's, by sudo
-    except OSError:
-        return False  # it has ended, or its standard output is closed
