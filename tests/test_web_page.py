@@ -21,6 +21,7 @@ from outcore.serve.app import all_apis, application
 from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard, TextPart
 from outcore.serve.server import Server, listen
 from outcore.serve.site import Site
+from outcore_pages.pages import contents
 from watching import made_up, until
 
 pytestmark = pytest.mark.skipif(browser.browser() is None, reason="no Chromium or Chrome is installed")
@@ -66,7 +67,7 @@ class Scripted(FakeService):
         self.asked: list[GenerationRequest] = []
         self.names: tuple[str, ...] = ("fake", "other")
         self.stalls_s: float | None = None
-        self.stall_s = 10.0
+        self.stall_s, self.how = 10.0, "direct"
 
     async def say(self, ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         self.asked.append(ask)
@@ -85,7 +86,7 @@ class Scripted(FakeService):
         if self.stalls_s is None:
             return {"models": []}
         disk = {
-            "how": "direct",
+            "how": self.how,
             "bytes": 9e9,
             "gbps": 3.2,
             "ceiling_gbps": 3.7,
@@ -110,7 +111,7 @@ class Page:
 
     def open(self) -> None:
         self.tab.open(self.url)
-        self.until("document.querySelectorAll('#model option').length")
+        self.until("document.getElementById('model').value")
 
     def send(self, text: str, *, wait: bool = True) -> None:
         self.run("document.getElementById('text').focus()")
@@ -184,7 +185,7 @@ def page(shared: Page) -> Iterator[Page]:
     """With an empty store and a wide window."""
     shared.tab.call("Storage.clearDataForOrigin", origin=shared.url.rstrip("/"), storageTypes="all")
     fresh = Scripted()
-    for name in ("text", "thought", "pace_s", "names", "asked", "stalls_s"):
+    for name in ("text", "thought", "pace_s", "names", "asked", "stalls_s", "how", "status"):
         setattr(shared.service, name, getattr(fresh, name))
     shared.tab.window(1300, 800)
     shared.open()
@@ -374,6 +375,27 @@ def test_nothing_that_is_said_runs(page: Page) -> None:
     assert page.run("t.harmful()") == []
 
 
+def test_code_without_a_fence_keeps_its_indentation(page: Page) -> None:
+    page.service.text = "def f(x):\n    if x:\n        return 1\n\n- item\n  more\n\nText\nand more\n"
+    page.send("Code")
+    (shown,) = page.run("[...document.querySelectorAll('.said.assistant .text')].map(e => e.innerText)")
+    assert shown.startswith("def f(x):\n    if x:\n        return 1\n") and "item\nmore" in shown, shown
+
+
+def test_what_is_not_known_yet_is_loading_and_what_is_not_counted_is_left_out(page: Page) -> None:
+    html = contents()["page.html"][0].decode()
+    assert html.count("loading…") == 2 and "loading…" not in page.texts("#model, #talk")
+    page.service.status = "loading"
+    page.until("document.getElementById('state').textContent === 'loading the model'")
+    page.service.status, page.service.how = "ok", "none"
+    page.until("document.getElementById('state').textContent === 'no model in memory'")
+    page.service.stalls_s = 0.0
+    page.until("document.getElementById('state').textContent === 'working'")
+    page.run("t.click('#all')")
+    assert page.texts("#made, #made-of") == ["tokens", "210"]
+    assert page.run("[...document.querySelectorAll('.streams, #disk')].every(e => !e.checkVisibility())")
+
+
 def test_an_answer_grows_into_what_it_is_as_a_whole(page: Page) -> None:
     text = CODE + "abc\n#\nabc\n#x\r\n\r\n1. a\n\n   b\n2. c\n\n> q\nlazy\n\nTitle\n===\n\n<b>x</b>\n\n~~~\nopen"
     assert [page.run(f"t.grown({json.dumps(text)}, {step})") for step in (1, 7)] == [True, True]
@@ -440,7 +462,7 @@ def test_a_server_with_a_key_asks_for_it_and_errors_are_shown(page: Page) -> Non
     page.run("document.getElementById('key').focus()")
     page.tab.type("secret")
     page.tab.press("Enter", "\r")
-    page.until("document.querySelectorAll('#model option').length")
+    page.until("document.getElementById('model').value")
     page.set(tokens="99999999999")
     page.send("Too much")
     assert "max_tokens" in page.texts(".wrong")[0] and page.texts(".said.user .text") == ["Too much"]

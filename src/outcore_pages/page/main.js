@@ -503,7 +503,7 @@ async function listModels() {
     $("model").replaceChildren(...names.map(name => new Option(short(name), name)));
     $("model").disabled = names.length < 2;
     if (names.includes(chat.model)) $("model").value = chat.model;
-  } catch { /* the state says that nobody answers */ }
+  } catch { $("model").replaceChildren(); /* the state says that nobody answers */ }
 }
 async function begin() {
   watch();

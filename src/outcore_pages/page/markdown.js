@@ -3,6 +3,18 @@
 
 const md = window.markdownit({html: false, linkify: true, breaks: true}).disable("image");
 md.linkify.set({fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false});
+// Code without a fence is a paragraph: its lines keep what they are indented by.
+md.inline.ruler.before("newline", "indented", (state, silent) => {
+  const found = /^\n( {2,}|\t[ \t]*)(?=\S)/.exec(state.src.slice(state.pos, state.pos + 200));
+  if (!found) return false;
+  if (!silent) {
+    state.pending = state.pending.replace(/ +$/, "");
+    state.push("hardbreak", "br", 0);
+    state.push("html_inline", "", 0).content = `<span class="indent">${found[1]}</span>`;
+  }
+  state.pos += found[0].length;
+  return true;
+});
 const CLEAN = {
   ALLOWED_TAGS: ["a", "blockquote", "br", "code", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre", "s",
     "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul"],

@@ -45,5 +45,8 @@ export async function wrongOf(response) {
 export async function modelNames() {
   return (await (await ask("v1/models")).json()).data.map(model => String(model.id));
 }
+export async function loads() {
+  return (await (await fetch("health")).json()).status === "loading";
+}
 // Of a folder on the server, its last part.
 export const short = name => name.startsWith("/") ? name.split("/").filter(Boolean).pop() || name : name;

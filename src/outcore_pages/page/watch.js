@@ -1,5 +1,5 @@
 // What the server does, live.
-import {ask, events, short} from "./server.js";
+import {ask, events, loads, short} from "./server.js";
 
 const $ = id => document.getElementById(id);
 const sleep = ms => new Promise(done => setTimeout(done, ms));
@@ -33,15 +33,25 @@ function state(text, kind = "") { const e = $("state"); put("state", text); if (
 // Seconds that the model in memory has waited for the disk until now; null where it is not known.
 let stalled = null;
 export const stalledSeconds = () => stalled;
+// Without a model, health says whether one is being loaded; it is asked once a second.
+let watched = "", told = 0;
+async function tellLoading() {
+  if (performance.now() - told < 1000) return;
+  told = performance.now();
+  const loading = await loads().catch(() => false);
+  if (!watched) state(loading ? "loading the model" : "no model in memory");
+}
 function show(snapshot) {
   const model = snapshot.models[0];
+  watched = model ? model.name : "";
   stalled = model && model.disk.how !== "none" ? model.disk.stall_s : null;
   if (!model) {
-    state("no model in memory");
+    tellLoading();
     put("name", "Layers"); children("strip", "i", 0); items("legend", []);
     for (const id of ["per-s", "per-sweep", "rate"]) put(id, "–");
     return;
   }
+  told = 0;
   state(model.state, model.state);
   put("name", short(model.name));
   const codes = model.layers + model.head, strip = children("strip", "i", codes.length);
@@ -57,9 +67,12 @@ function show(snapshot) {
   $("strip").setAttribute("aria-label", legend.map(([, text]) => text).join(", "));
 
   const tokens = model.tokens, disk = model.disk, memory = model.memory, drafts = model.drafts;
-  put("per-s", number(tokens.per_s, tokens.per_s < 10 ? 2 : 1));
+  put("per-s", number(tokens.per_s || null, tokens.per_s < 10 ? 2 : 1));
   put("per-sweep", number(tokens.per_sweep, 2));
-  put("rate", disk.how === "none" ? "0" : number(disk.gbps, 2));
+  put("rate", number(disk.gbps, 2));
+  // Of a model that is all in memory neither passes nor readings are counted.
+  const streams = disk.how !== "none";
+  for (const e of document.querySelectorAll("#server .streams")) e.hidden = !streams;
 
   put("held", size(memory.active + memory.kept) + " of " + size(memory.budget));
   wide("active", memory.active / memory.budget); wide("kept", memory.kept / memory.budget);
@@ -71,7 +84,7 @@ function show(snapshot) {
   });
   items("parts", parts.map(([part, code]) => [code, (part === "allocator" ? "reuse" : part) + " " + size(memory[part])]));
 
-  $("disk").hidden = disk.how === "none";
+  $("disk").hidden = !streams;
   put("ssd", number(disk.gbps, 2) + (disk.ceiling_gbps ? " of " + disk.ceiling_gbps.toFixed(2) : "") + " GB/s");
   $("ssd-bar").parentNode.hidden = !disk.ceiling_gbps;
   wide("ssd-bar", disk.gbps / disk.ceiling_gbps);
@@ -79,7 +92,9 @@ function show(snapshot) {
   wide("stalled-bar", disk.stalled);
   put("slots", size(disk.bytes) + " read, " + disk.how + ", through " + model.slots + " slots");
 
-  put("made", tokens.made + ", " + tokens.sweeps);
+  put("steps", streams ? "Passes and drafts" : "Tokens and drafts");
+  put("made-of", streams ? "tokens, passes" : "tokens");
+  put("made", tokens.made + (streams ? ", " + tokens.sweeps : ""));
   put("sweeps-per-s", number(tokens.sweeps_per_s, 2));
   put("drafts-of", drafts.source ? "drafts (" + drafts.source + ")" : "drafts");
   put("drafts", drafts.source ? drafts.accepted + " of " + drafts.drafted + " right" : "none");
