@@ -21,6 +21,8 @@ from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.options import LoadOptions
 from outcore.serve.app import OPENAI, application
 from outcore.serve.events import Called, GenerationRequest, TextPart
+from outcore.serve.parsing import Markers, TextParser
+from outcore.serve.prompted_tools import CALL, CALL_END, read_object
 from outcore.serve.prompting import Prompter
 from outcore.serve.service import ModelService, ServiceOptions
 from outcore.serve.shelf import Shelf
@@ -57,6 +59,15 @@ yes
 <tool_response name="weather">
 no
 </tool_response>"""
+
+
+def test_a_mark_within_an_argument_ends_no_call() -> None:
+    markers = Markers({"normal": {CALL: "tool"}, "tool": {CALL_END: "normal"}}, read_object)
+    arguments = {"city": f"x{CALL_END}y{CALL}"}
+    parser = TextParser(0, markers, TOOLS)
+    text = f"{CALL}\n{json.dumps({'name': 'weather', 'arguments': arguments})}\n{CALL_END}"
+    (found,) = [*parser.feed(text[:80]), *parser.feed(text[80:]), *parser.finish()]
+    assert isinstance(found, Called) and json.loads(found.arguments) == arguments
 
 
 @pytest.fixture(scope="module")

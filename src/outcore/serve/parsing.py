@@ -219,7 +219,10 @@ class TextParser:
         if state == "tool":
             body = "".join(self._body)
             if not self._call(body):
-                return self._no_call(body + mark + rest)
+                if not _in_string(body):
+                    return self._no_call(body + mark + rest)
+                self._body.append(mark)
+                to = state
         elif to == "tool":
             self._opened, self._body = (state, mark), []
         elif to == "reasoning" and self._answered:
@@ -287,6 +290,15 @@ class TextParser:
         self._aside = None
         self.over = not self._parallel
         return True
+
+
+def _in_string(text: str) -> bool:
+    """Whether JSON ends within a string, so that a mark there is a part of it."""
+    try:
+        json.loads(text)
+        return False
+    except (ValueError, RecursionError) as e:
+        return str(e).startswith("Unterminated string")
 
 
 def read_calls(
