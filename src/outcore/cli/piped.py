@@ -32,7 +32,7 @@ def whole_prompt(given: str | None, *, alone: bool = True) -> str:
 def prompt_text(given: str) -> str:
     try:
         if given == "-":
-            given = sys.stdin.read(MOST) if isinstance(sys.stdin, io.StringIO) else _read()
+            given = sys.stdin.read() if isinstance(sys.stdin, io.StringIO) else _read()
     except UnicodeDecodeError as e:
         raise UsageError(f"standard input is not UTF-8 at byte {e.start}; convert it") from e
     except UsageError:

@@ -77,6 +77,7 @@ class Session(Engine):
         watch: checks memory; None: ``govern`` is off, or nothing could be shed.
         closing: functions to call before ``close`` waits for the running pass.
         vocabulary: tokens that the model has embeddings for; None: unknown.
+        max_context: tokens of the context that the model was trained for; None: its config does not say.
         found: tokens of the last prompt that the prefix cache held.
         in_cache: tokens of the last text, prompt and answer, that went into the caller's ``prompt_cache``.
     """
@@ -101,6 +102,7 @@ class Session(Engine):
     ) -> None:
         embeddings = [m for m in modules(profile.lazy.model) if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
         self.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
+        self.max_context = longest_context(profile.lazy.config)
         self.prefix, self.cpu_streams = prefix, cpu_streams
         self.acceptance: Any = None
         self.found = self.in_cache = 0
@@ -129,11 +131,6 @@ class Session(Engine):
     def positions(self) -> int | None:
         """Tokens that the model has positions for; None: no limit."""
         return position_limit(self.profile.lazy.config)
-
-    @property
-    def max_context(self) -> int | None:
-        """Context length that the model was trained for, in tokens; None if its config does not say."""
-        return longest_context(self.profile.lazy.config)
 
     def __repr__(self) -> str:
         plan = self.plan
