@@ -189,7 +189,7 @@ def test_a_draft_that_was_asked_for_is_shown_beside_none(
     words += ["--no-calibrate", "--resident", "0", "--draft", "self:2"]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert "← this plan" in shown and "(after a prompt of 16 tokens)" in shown, shown
+    assert "← this plan" in shown and "if the prompt has 16 tokens" in shown, shown
     assert main([*words, "--json"]) == 0
     rows = {row["draft"]: row for row in json.loads(capsys.readouterr().out)["drafts"]}
     assert list(rows) == ["none", "self:2"] and rows["self:2"]["chosen"]

@@ -480,7 +480,10 @@ def test_only_a_context_that_fits_in_no_other_way_goes_to_the_disk_by_itself(dee
 
 def test_a_text_that_outgrows_memory_goes_on_on_disk(deep: Path) -> None:
     def text(memory: int | str, **options: Any) -> tuple[list[int], bool]:
-        model, tokenizer = outcore.load(str(deep), memory=memory, context=64, prompt=64, draft="none", **options)
+        (model, _), tokenizer = (
+            outcore.load_model(deep, memory=memory, context=64, prompt=64, draft="none", **options),
+            TokensOnly(),
+        )
         with model.outcore as session:
             found = outcore.stream_generate(model, tokenizer, ids(420), 2, prompt_cache=make_prompt_cache(model))
             return [r.token for r in found], session.plan.kv_slot > 0
@@ -500,7 +503,7 @@ def test_a_text_that_grows_onto_a_disk_that_refuses_changes_nothing(deep: Path, 
         outcore.load_model(deep, memory="100KB", context=4100, prompt=4000, draft="none")
     assert least.value.smallest is not None
     options: dict[str, Any] = {"context": 64, "prompt": 8, "draft": "none", "kv_dir": tmp_path / "kv"}
-    model, tokenizer = outcore.load(str(deep), memory=int(least.value.smallest * 1.02), **options)
+    (model, _), tokenizer = outcore.load_model(deep, memory=int(least.value.smallest * 1.02), **options), TokensOnly()
     (tmp_path / "kv").write_text("")
     with model.outcore as session:
         texts = []

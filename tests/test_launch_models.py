@@ -197,7 +197,7 @@ def test_several_ranks_hold_one_conversation(
                 seen += os.read(terminal, 1000).decode(errors="replace")
 
     try:
-        until("each line is a message")
+        until("/help lists commands")
         for number, line in enumerate(said, 1):
             os.write(terminal, f"{line}\n".encode())
             until("answer of", number)

@@ -270,6 +270,6 @@ def test_a_budget_that_is_too_small_names_one_that_works(
 ) -> None:
     status, _, err = run(capsys, quick, "--data-path", str(text), *SMALL, "--memory", "2MB")
     assert status == 1 and err.count("\n") == 1
-    smallest = err.split("works is ")[1].split(";")[0]
+    smallest = err.split("works is ")[1].split(" for ")[0]
     status, _, _ = run(capsys, quick, "--data-path", str(text), *SMALL, "--memory", smallest)
     assert status == 0

@@ -111,7 +111,7 @@ class Page:
 
     def open(self) -> None:
         self.tab.open(self.url)
-        self.until("document.getElementById('model').value")
+        self.until("document.getElementById('model')?.value")
 
     def send(self, text: str, *, wait: bool = True) -> None:
         self.run("document.getElementById('text').focus()")
@@ -462,7 +462,7 @@ def test_a_server_with_a_key_asks_for_it_and_errors_are_shown(page: Page) -> Non
     page.run("document.getElementById('key').focus()")
     page.tab.type("secret")
     page.tab.press("Enter", "\r")
-    page.until("document.getElementById('model').value")
+    page.until("document.getElementById('model')?.value")
     page.set(tokens="99999999999")
     page.send("Too much")
     assert "max_tokens" in page.texts(".wrong")[0] and page.texts(".said.user .text") == ["Too much"]
