@@ -219,7 +219,7 @@ def test_several_ranks_hold_one_conversation(
     assert ", stopped," in third and len(shared["turns"]) == 3
     # It is seen what to type; what is refused is not offered.
     assert seen.count("2 machines share the layers") == 1 and "layers are this" not in seen
-    assert "q quit" in seen and "each line is a message" in seen and "Esc Enter" not in seen and "/save" not in seen
+    assert "/help lists commands" in seen and "Esc Enter" not in seen and "/save" not in seen
 
 
 def test_what_the_first_rank_finds_is_reported_once(spoken: Path, tmp_path: Path) -> None:
