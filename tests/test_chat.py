@@ -185,7 +185,7 @@ def test_commands_and_a_context_that_is_full(quick: Path, capsys: Any, monkeypat
     assert second["prompt_tokens"] < 20, "what was refused left the caches as they were"
     assert err.count("no room") == 2 and err.count("/clear begins a new one") == 2
     assert err.count("tokens that fit in memory") == 2 and "4096" not in err
-    assert "q, Ctrl-D: leave" in err and "conversation reset" in err and "MB budget" in err
+    assert "q, exit, quit, Ctrl-D: leave" in err and "conversation reset" in err and "MB budget" in err
 
 
 def test_an_answer_is_cut_where_the_context_ends(quick: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -503,10 +503,22 @@ def test_settings_change_between_answers(spoken: Spoken, quick: Path) -> None:
     """The answers are those of the flags; what cannot be set is told with what is nearest, and changes nothing."""
     given = ["--temp", "1", "--top-k", "5", "--seed", "7", "-m", "4"]
     wanted, _ = spoken(["hi"], *STREAMED, *given)
-    lines = ["/set temp 1", "/set top-k=5", "/set seed 7", "/set max-tokens 4", "hi", "/set"]
+    lines = [
+        "/set temp 1",
+        "/set top-k=5",
+        "/set seed 7",
+        "/set max_tokens 4",
+        "/set temp",
+        "hi",
+        "/?",
+        "/set",
+        "exit",
+        "no",
+    ]
     got, err = spoken(lines, *STREAMED, "-m", "9")
     assert got["tokens"] == wanted["tokens"] and len(got["tokens"]) == 4
-    assert "temp 1.0\ntop-k 5\nseed 7\nmax-tokens 4\n" in err and "/set: give a name" in err
+    assert "temp 1.0\ntop-k 5\nseed 7\nmax-tokens 4\ntemp 1.0\n" in err and "\n/exit  " in err
+    assert "temp 1.0\ntop-p 1.0\ntop-k 5\nmin-p 0.0\nmax-tokens 4\nseed 7\n" in err and got["turns"][1:] == []
     bad = [
         "/set temp x",
         "/set temp -1",
@@ -571,10 +583,10 @@ def test_the_last_typed_conversation_is_kept_and_resumed(
     assert "not resumed: " in err and "last conversation: 3 turns" in err
     files = sorted(file.parent.glob("last+*.json"))
     assert main(["cache", "ls"]) == 0 and f"sessions-{files[0].stem}" in capsys.readouterr().out
-    for n in range(12):
-        run(f"number {n}")
+    monkeypatch.setattr("outcore.cli.answers.KEPT", 3)
+    run("one more")
     files = sorted(file.parent.glob("last+*.json"))
-    assert len(files) == 10
+    assert len(files) == 3
     for each in files:
         each.unlink()
     assert "/resume: no conversation with this model was kept" in run("/resume", typed=False)[1]

@@ -143,8 +143,8 @@ def test_a_word_that_is_close_to_a_known_one_is_named(capsys: pytest.CaptureFixt
         ("generate m --max_token 1", "(did you mean --max-tokens?)"),
         ("generate m --n-predict 5", "no flag --n-predict (did you mean --max-tokens?)"),
         ("chat m --num-ctx=5", "no flag --num-ctx (did you mean --context?)"),
-        ("generate m --num-ctx 5", "no flag --num-ctx; see"),  # it has no such flag
-        ("generate m --stream", "no flag --stream; see"),
+        ("generate m --num-ctx 5", "no flag --num-ctx (did you mean --max-kv-size?)"),  # it has no such flag
+        ("generate m --stream", "no flag --stream; answers are shown as they come"),
         ("server m", "no command 'server' (did you mean serve?)"),
         ("show m", "no command 'show'; outcore info MODEL"),
         ("rm m", "no command 'rm'; hf cache rm"),

@@ -19,9 +19,20 @@ MISTAKES = {
     "download own/name": (2, "no command 'download'; outcore pull MODEL"),
     "generate M -p hi --temperature 0.5": (2, "did you mean --temp?"),
     "generate M -p hi --n-predict 9": (2, "did you mean --max-tokens?"),
+    "chat M -c 4096": (2, "no flag -c (did you mean --context?)"),
+    "generate M -p hi --ctx-size=4096": (2, "no flag --ctx-size (did you mean --max-kv-size?)"),
+    "generate M -f prompt.txt": (2, "no flag -f; leave --prompt out and pipe the file in: < FILE"),
+    "generate M -p hi --stream": (2, "no flag --stream; answers are shown as they come"),
+    "chat M --verbose": (2, "no flag --verbose; --log-level INFO tells more"),
+    "chat M -p hi": (2, "no flag -p; outcore generate MODEL -p PROMPT answers one prompt"),
+    "serve M -p 8080": (2, "no flag -p (did you mean --port?)"),
+    "serve M --api-key secret123": (2, "no flag --api-key; write the key into a file (chmod 600) and give --api-key-f"),
+    "serve M --api-key=secret123": (2, "give --api-key-file FILE, or set OUTCORE_API_KEY"),
     # What goes where.
     "generate -p hi": (2, "no model: give --model NAME (outcore list shows those that are here)"),
     "generate M": (2, "no prompt: give --prompt TEXT, or pipe text in"),
+    "generate M -p hi --max-tokens 0": (2, "--max-tokens 0: give at least 1"),
+    "chat M hello": (2, "'hello' is not expected here; outcore generate MODEL --prompt PROMPT answers one prompt"),
     "generate M hello": (2, "'hello' is not expected here; a prompt goes after --prompt"),
     "generate --model M hello": (2, "give only one model; a prompt goes after --prompt"),
     "generate -m M -p hi": (2, "; a model goes after --model"),
@@ -66,5 +77,5 @@ def test_one_line_names_the_cause_and_what_to_do(
         words = line.replace("TAKEN", str(taken.getsockname()[1])).replace(" M", " models/M")
         assert main(shlex.split(words)) == status
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and says in err, err
+    assert out == "" and "secret123" not in err and err.count("\n") == 1 and says in err, err
     assert err.startswith("outcore") and "Traceback" not in err and "bug" not in err

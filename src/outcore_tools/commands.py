@@ -128,6 +128,18 @@ INSTEAD = {
     "benchmark": "outcore bench measures a model",
 }
 
+# Flags of Ollama, llama.cpp, vLLM and transformers.
+FLAGS_INSTEAD = {
+    **dict.fromkeys(("c", "ctx-size", "num-ctx", "max-model-len"), ("--context", "--max-kv-size")),
+    **dict.fromkeys(("n-predict", "num-predict", "max-new-tokens"), ("--max-tokens",)),
+    **dict.fromkeys(("n-gpu-layers", "gpu-layers", "ngl", "gpu-memory-utilization"), ("--memory",)),
+    **dict.fromkeys(("f", "file"), ("leave --prompt out and pipe the file in: < FILE",)),
+    "p": ("--port", "outcore generate MODEL -p PROMPT answers one prompt"),
+    "stream": ("answers are shown as they come",),
+    "verbose": ("--log-level INFO tells more",),
+    "api-key": ("write the key into a file (chmod 600) and give --api-key-file FILE, or set OUTCORE_API_KEY",),
+}
+
 INFO: list[str | Flag] = ["model-flags", *PLANNED, "engine-flags output-flags"]
 
 LIST: list[str | Flag] = [

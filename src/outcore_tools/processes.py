@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -45,14 +43,17 @@ def stop(args: argparse.Namespace) -> None:
         which = "give a PID or a model" if args.which is None else f"{'several' if found else 'none'} by that name"
         listed = ", ".join(f"{process['pid']} ({_said(process)})" for process in found or running)
         raise UsageError(f"{which}; running: {listed}")
-    process = psutil.Process(found[0]["pid"])
-    os.kill(process.pid, signal.SIGTERM)
+    pid = found[0]["pid"]
     try:
+        process = psutil.Process(pid)
+        process.terminate()  # SIGTERM, unless the PID is another process's by now
         process.wait(ENDING_S)
     except psutil.TimeoutExpired:
-        raise OutcoreError(f"process {process.pid} still runs; kill -9 {process.pid} ends it at once") from None
-    print(f"stopped {_said(found[0])}, process {process.pid}")
-    args.result.record = {"pid": process.pid, "command": found[0]["command"], "models": _names(found[0])}
+        raise OutcoreError(f"process {pid} still runs; kill -9 {pid} ends it at once") from None
+    except psutil.NoSuchProcess:
+        pass  # it has ended by itself
+    print(f"stopped {_said(found[0])}, process {pid}")
+    args.result.record = {"pid": pid, "command": found[0]["command"], "models": _names(found[0])}
 
 
 def _names(process: dict[str, Any]) -> list[str]:

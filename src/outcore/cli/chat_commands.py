@@ -23,20 +23,20 @@ from .engine import generation_options
 from .flags import check_numbers, sampling_options, template_options, text_of
 
 COMMAND = re.compile(r"/[a-z]+")
-SAME = {"h": "/help", "r": "/clear", "q": "/exit", "/quit": "/exit", "/bye": "/exit"}
+SAME = {"h": "/help", "/?": "/help", "r": "/clear"} | dict.fromkeys(("q", "exit", "quit", "/quit", "/bye"), "/exit")
 SETTABLE = "temp", "top-p", "top-k", "min-p", "max-tokens", "seed"  # flags
-NEEDED = {"/save": "file", "/load": "file", "/set": "name", "/model": "name"}
+NEEDED = {"/save": "file", "/load": "file", "/model": "name"}
 
 HELP = f"""\
-/help         or h: this list
+/help         or /?, h: this list
 /clear        or r: begin a new conversation
 /resume       continue the last conversation with this model
 /save FILE    save the conversation
 /load FILE    continue a saved one
-/set NAME N   change {", ".join(SETTABLE)}
+/set NAME N   change {", ".join(SETTABLE)}; without N, show them
 /system TEXT  change the system prompt; without TEXT, have none
 /model NAME   go on with another model
-/exit         or /quit, /bye, q, Ctrl-D: leave
+/exit         or /quit, /bye, q, exit, quit, Ctrl-D: leave
 Ctrl-C stops an answer. A space before / makes it a message."""
 PIPED = "Each line is a message."
 TYPED = "Esc Enter, or \\ at the end, begins another line; pasted text is one message."
@@ -96,9 +96,13 @@ class Commands:
 
     def _set(self, rest: str) -> None:
         name, _, given = rest.removeprefix("--").replace("=", " ").partition(" ")
-        if name not in SETTABLE:
+        attribute, name = name.replace("-", "_"), name.replace("_", "-")
+        if name not in ("", *SETTABLE):
             raise UsageError(f"{name}: choose from {', '.join(SETTABLE)}{meant(name, SETTABLE)}")
-        attribute = name.replace("-", "_")
+        if not given.strip():
+            shown = [each for each in SETTABLE if name in ("", each)]
+            self.chat.say("\n".join(f"{each} {getattr(self._args, each.replace('-', '_'))}" for each in shown))
+            return
         value = getattr(parser_of("chat").parse_args([f"--{name}={given.strip()}"]), attribute)
         changed = Namespace(**vars(self._args) | {attribute: value})
         check_numbers(changed)

@@ -8,6 +8,7 @@ imports that module, so it must be light. It defines
   on them it sets ``parser.run``, the function that the command then runs instead, or ``parser.fill``, which is called
   with the parsed flags and may change them and ``args.preset``;
 - ``INSTEAD`` (optional): by words that other programs have for commands, what there is instead;
+- ``FLAGS_INSTEAD`` (optional): the same for flags, several texts each; the first that names only known flags is shown;
 - ``RANK`` (optional, one package only): the module whose ``as_rank`` runs a command as one rank of several.
 """
 
@@ -174,13 +175,6 @@ def rank_module() -> Any:
     return importlib.import_module(names[0]) if names else None
 
 
-# Flags of Ollama, llama.cpp and transformers, and what they are called here.
-ELSEWHERE = {
-    **dict.fromkeys(("ctx-size", "num-ctx", "max-model-len"), "--context"),
-    **dict.fromkeys(("n-predict", "num-predict", "max-new-tokens"), "--max-tokens"),
-    **dict.fromkeys(("n-gpu-layers", "gpu-layers", "ngl", "gpu-memory-utilization"), "--memory"),
-}
-
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -294,12 +288,23 @@ class ArgumentParser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"{shortened(word)!r} is not expected here{self._prompt_hint()}"
         flag, there = word.partition("=")[0], self._option_string_actions
-        other = ELSEWHERE.get(flag.lstrip("-").replace("_", "-"))
-        hint = f" (did you mean {other}?)" if other in there else meant(flag, there)
+        texts = [text for text in _instead(flag) if there.keys() >= {*re.findall("--[a-z-]+", text)}]
+        hint = f"; {texts[0]}" if texts and texts[0] not in there else meant(texts[0] if texts else flag, there)
         return f"no flag {shortened(flag)}{hint}{self.hint}"
 
+    def _get_option_tuples(self, option_string: str) -> Any:
+        # Another program's flag abbreviates none of ours.
+        return [] if _instead(option_string.partition("=")[0]) else super()._get_option_tuples(option_string)
+
     def _prompt_hint(self) -> str:
+        if self.prog == "outcore chat":
+            return "; outcore generate MODEL --prompt PROMPT answers one prompt"
         return "; a prompt goes after --prompt" if "--prompt" in self._option_string_actions else ""
+
+
+def _instead(flag: str) -> Sequence[str]:
+    word, packages = flag.lstrip("-").replace("_", "-"), modules("commands").values()
+    return [text for package in packages for text in getattr(package, "FLAGS_INSTEAD", {}).get(word, ())]
 
 
 class Preset:

@@ -107,7 +107,7 @@ class Seen:
             parts.append(f"out {end.tokens}  {speed:.2f} tok/s")
         failed = self.begun is not None and self.finished is None
         status = "client left" if not self.complete else "failed" if failed and self.status < 400 else self.status
-        parts.append(f"{status} {scope['method']} {shortened(scope['path'], 80)}")
+        parts.append(f"{status} {shortened(scope['method'], 20)} {shortened(scope['path'], 80)}")
         parts.append(shortened(self.why.removeprefix(f"{scope['path']}: "), 80))
         return "  ".join(part for part in parts if part)
 

@@ -219,8 +219,9 @@ class TextParser:
         if state == "tool":
             body = "".join(self._body)
             if not self._call(body):
-                if not _in_string(body):
+                if self._tries <= 0 or not _in_string(body):
                     return self._no_call(body + mark + rest)
+                self._tries -= 1
                 self._body.append(mark)
                 to = state
         elif to == "tool":
