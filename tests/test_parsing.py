@@ -328,6 +328,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3)
 
 
 @settings(max_examples=200, deadline=None)
+@example(text="aab", stops=["aab"], cuts=[2])
 @example(text="aaab", stops=["aab"], cuts=[2])
 @example(text="abaabab", stops=["abab", "ba"], cuts=[])
 @given(text=st.text("ab", max_size=30), stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=8))
