@@ -56,4 +56,4 @@ def know(module: ModuleType) -> None:
 
 if os.environ.get("OUTCORE_TESTS_TRANSFORMERS"):
     sys.meta_path.insert(0, Quick)
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(500_000, 20, 20)
