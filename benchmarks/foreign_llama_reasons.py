@@ -30,25 +30,7 @@ BOUND = {
 IMAGES = "an image is the client's error, 400, not the server's, 500"
 PROBABILITIES = "post_sampling_probs is refused: samplers give a token, no distribution"
 
-GONE = "llama.cpp's own addresses and fields are gone: /completion, /tokenize, /apply-template, grammar, verbose"
-PREFLIGHT = "Starlette answers a preflight of a page that is not allowed with 400; browsers stop at either"
-
-OWN = {
-    "chat_completion": "test_apply_chat_template, test_chat_template_assistant_prefill[Whill, test_logit_bias, "
-    "test_chat_template_continue_final_message_vllm_compat, test_completion_with_grammar[, test_verbose_debug",
-    "completion": "test_completion_stream_vs_non_stream, test_consistent_result_same_seed[, test_logit_bias[, "
-    "test_different_result_different_seed[, test_consistent_result_different_batch_size[, test_cancel_request, "
-    "test_nocache_long_input_prompt, test_json_prompt_no_mtmd, test_completion_with_tokens_input, test_n_probs, "
-    "test_completion_parallel_slots[, test_completion_unified[, test_n_probs_stream, "
-    "test_completion_response_fields[I believe the meaning of life is-8",
-    "compat_anthropic": "test_anthropic_thinking_history_in_template",
-    "security": "test_correct_api_key, test_correct_api_key_anthropic_header",
-}
-
 REASONS = {
-    **{f"{file}::{name}": GONE for file, names in OWN.items() for name in names.split(", ")},
-    "security::test_cors_origins_localhost_rejects[": PREFLIGHT,
-    "security::test_cors_origins_defaults_to_localhost_with_tools_enabled": PREFLIGHT,
     "chat_completion::test_chat_template_assistant_prefill[prefill1": "parts of a text are joined as they are",
     "compat_oai_responses::test_responses_stream_with_llama_telemetry": "return_progress: the engine does not tell how "
     "far a prompt is",

@@ -93,7 +93,7 @@ def test_an_answer_is_generates_and_is_reported_in_order(served: Path, expected:
         assert (
             finished.prompt_tokens
             == events[0].prompt_tokens
-            == asyncio.run(service.count(GenerationRequest(prompt=PROMPTS[0])))
+            == len(asyncio.run(service.prompt(GenerationRequest(prompt=PROMPTS[0]))).tokens)
         )
         assert finished.prompt_s > 0 and finished.generation_s > 0 and finished.queued_s >= events[0].load_s
         state = service.state()
@@ -141,7 +141,7 @@ def test_several_prompts_are_one_answer_with_their_choices_in_order(served: Path
         found = asyncio.run(heard(service, *asks))
         assert isinstance(found[0], Begun) and sum(isinstance(e, Begun) for e in found) == 1
         assert [text_of(found, i) for i in range(6)] == [expected[p] for p in PROMPTS[:3] for _ in range(2)]
-        tokens = sum(asyncio.run(service.count(each)) for each in asks)
+        tokens = sum(len(asyncio.run(service.prompt(each)).tokens) for each in asks)
         last = found[-1]
         assert isinstance(last, Finished) and (last.prompt_tokens, last.tokens, last.choices) == (tokens, 36, 6)
         too_long = replace(asks[0], prompt=(5,) * 100_000)

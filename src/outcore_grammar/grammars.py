@@ -32,7 +32,7 @@ class AnswerGrammars:
     def of(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]], text: str, thinking: bool) -> Grammar:
         forced = request.messages is not None and request.tool_choice not in ("auto", "none")
         if request.messages is None:
-            return self._grammars.of_rules("schema", schema_rule(request.schema or {}))
+            return self._grammars.of_rules(*form_rule(request))
         if request.continued and (request.messages[-1].get("content") or forced):
             why = "an answer that continues a message can be neither JSON of a schema nor a required call"
             raise RequestError(why, "unsupported_parameter")
@@ -47,7 +47,7 @@ class AnswerGrammars:
             return self._grammars.of_rules("tools", self._calls_or(request, tools), before)
         if tools and not self._template.harmony:
             before = replace(before, instead=Free(tuple(own.tool_call_start_tokens)))
-        return self._grammars.of_rules("schema", schema_rule(request.schema or {}), before)
+        return self._grammars.of_rules(*form_rule(request), before)
 
     def _before(self, request: GenerationRequest, text: str, thinking: bool) -> Before:
         own = self._tokenizer
@@ -85,8 +85,8 @@ class AnswerGrammars:
     def _calls_or(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
         """Rules for calls in plain text, which JSON of the schema may replace, or text may precede or replace."""
         calls = self._calls(request, tools).replace("answer:", "calls:", 1)
-        if request.schema is not None:
-            return f"{schema_rule(request.schema).replace('answer:', 'form:', 1)}\nanswer: form | calls\n{calls}"
+        if request.schema is not None or request.grammar:
+            return f"{form_rule(request)[1].replace('answer:', 'form:', 1)}\nanswer: form | calls\n{calls}"
         several = f"({NEW_LINE} each)*" if request.parallel_tools else ""
         rules = [f"answer: rest | talk body {several}", f"talk[lazy]: TEXT {self._mark(CALL)}", "rest: REST"]
         rules += ["TEXT: /(.|\\n)*/", f"REST: TEXT & ~/(.|\\n)*{CALL}(.|\\n)*/"]
@@ -292,6 +292,19 @@ class Grammars:
         if matcher.is_error():
             raise _not_followed(field, matcher.get_error())
         return functools.partial(GrammarProcessor, matcher, own.vocab_size, frozenset(own.eos_tokens))
+
+
+def form_rule(request: GenerationRequest) -> tuple[str, str]:
+    """The request's field, and the rule ``answer``, for its grammar or else its schema."""
+    if not request.grammar:
+        return "schema", schema_rule(request.schema or {})
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+    check_grammar("grammar", len(request.grammar))
+    try:
+        return "grammar", f"answer: %lark {{\n{gbnf_to_lark(request.grammar).removeprefix('%llguidance {}')}\n}}"
+    except (GbnfToLarkError, RecursionError) as e:
+        raise _not_followed("grammar", e) from e
 
 
 def schema_rule(schema: Mapping[str, Any]) -> str:

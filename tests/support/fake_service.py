@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
+from outcore.serve import prompting
 from outcore.serve.access import Access
 from outcore.serve.api import (
     Api,
@@ -81,9 +82,9 @@ class FakeService:
             self.under_way -= 1
             self.closed += not ended
 
-    async def count(self, ask: GenerationRequest) -> int:
-        """Its words."""
-        return len(str(ask.prompt).split())
+    async def prompt(self, ask: GenerationRequest) -> prompting.Prompt:
+        """A token for each of its words."""
+        return prompting.Prompt(tuple(range(len(str(ask.prompt).split()))), cast(Any, None))
 
     def models(self) -> Sequence[ModelCard]:
         """One."""

@@ -110,10 +110,17 @@ def local_names(host: str) -> set[str]:
     return {host.lower(), own, own.partition(".")[0], own.partition(".")[0] + ".local"} - {""}
 
 
+class Cors(CORSMiddleware):
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        response.status_code = 200  # also where refused: browsers stop for lack of a header
+        return response
+
+
 def cors(access: Access, exposed: str) -> Middleware:
     """CORS headers. Credentials are allowed because some apps send cookies with every request; none is read here."""
     return Middleware(
-        CORSMiddleware,
+        Cors,
         tuple(access.origins),
         ("GET", "POST", "DELETE", "OPTIONS"),
         allow_headers=("*",),

@@ -1,7 +1,7 @@
 """What an API consists of: a table of routes and the form of its errors.
 
-A route's handler returns a ``ParsedRequest`` if a model is to answer; otherwise the answer itself, as JSON or an
-awaitable of it. A ``ResponseWriter`` turns the events of a model's answer into JSON.
+A route's handler returns a ``ParsedRequest`` if a model is to answer; otherwise the answer itself, as JSON; or an
+awaitable of either. A ``ResponseWriter`` turns the events of a model's answer into JSON.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ParsedRequest:
 
 
 async def counted(http: HttpRequest, request: GenerationRequest) -> dict[str, Any]:
-    return {"input_tokens": await http.service.count(request)}
+    return {"input_tokens": len((await http.service.prompt(request)).tokens)}
 
 
 Handled = ParsedRequest | Awaitable[Any] | dict[str, Any]

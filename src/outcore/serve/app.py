@@ -190,18 +190,17 @@ class Address:
         site.check_open()
         handled = await body.work(route.handle, request)
         del request
-        if isinstance(handled, ParsedRequest):
+
+        async def respond() -> None:
+            made = await handled if inspect.isawaitable(handled) else handled
+            if not isinstance(made, ParsedRequest):
+                await json_response(made)(http.scope, http.receive, send)
+                return
             seen = http.scope["outcore.seen"]
-            seen.model = handled.requests[0].model or "-"
-            work = _deliver(self._events(handled, body, began, seen), handled.writer, send, site, api)
-        else:
+            seen.model = made.requests[0].model or "-"
+            await _deliver(self._events(made, body, began, seen), made.writer, send, site, api)
 
-            async def respond() -> None:
-                value = await handled if inspect.isawaitable(handled) else handled
-                await json_response(value)(http.scope, http.receive, send)
-
-            work = respond()
-        await _while_connected(work, http.receive)
+        await _while_connected(respond(), http.receive)
 
     async def _events(
         self, parsed: ParsedRequest, body: HeldBody, began: float, seen: Seen

@@ -52,6 +52,7 @@ class GenerationRequest:
         stop: strings that end a choice and are not part of it.
         logprobs: number of likeliest tokens to report with each token's log-probability; None: report none.
         schema: JSON schema of the answer; empty: any JSON object. None: free text.
+        grammar: of the answer in place of a schema, in llama.cpp's GBNF.
         choices: number of answers to the same prompt.
         keep_alive: seconds that the model then stays loaded; negative: for ever; None: the server's default.
     """
@@ -69,6 +70,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     schema: Mapping[str, Any] | None = None
+    grammar: str = ""
     choices: int = 1
     keep_alive: float | None = None
 

@@ -157,12 +157,13 @@ class Prompter:
         thinking: bool = False,
     ) -> Grammar | None:
         forced = request.messages is not None and request.tool_choice not in ("auto", "none")
-        if not forced and request.schema is None and (not tools or self._template.tools):
+        free = not forced and request.schema is None and not request.grammar
+        if free and (not tools or self._template.tools):
             return None
         try:
             return self._grammars.of(request, tools, text, thinking)
         except RequestError as e:
-            if not forced and request.schema is None:
+            if free:
                 return None  # such calls are found without a grammar, too
             e.param = e.param or ("tool_choice" if forced else "schema")
             raise

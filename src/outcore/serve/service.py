@@ -28,7 +28,7 @@ from .events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard,
 from .prompting import Prompt, Prompter, too_long
 from .shelf import Offered, Shelf
 
-# ``count`` accepts prompts of up to this many tokens even if the model's context is shorter.
+# ``prompt`` accepts prompts of up to this many tokens even if the model's context is shorter.
 COUNTED = 62_500
 
 # mlx_lm.server's default limit of an answer.
@@ -141,10 +141,10 @@ class ModelService:
         finally:
             self.engine.cancel(choices)
 
-    async def count(self, request: GenerationRequest) -> int:
+    async def prompt(self, request: GenerationRequest) -> Prompt:
         model = self.shelf.named(request.model)
         room = self._room(model)
-        return len((await self._read(model, request, None if room is None else max(room, COUNTED))).tokens)
+        return await self._read(model, request, None if room is None else max(room, COUNTED))
 
     def models(self) -> Sequence[ModelCard]:
         return [self._card(model) for model in self.shelf.models.values()]

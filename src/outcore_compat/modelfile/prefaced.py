@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outcore.serve.events import Event, GenerationRequest
+from outcore.serve.prompting import Prompt
 from outcore.serve.service import ModelService
 
 
@@ -38,8 +39,8 @@ class Prefaced:
     def answer(self, *requests: GenerationRequest) -> AsyncGenerator[Event, None]:
         return self.service.answer(*map(self.prefaced, requests))
 
-    async def count(self, request: GenerationRequest) -> int:
-        return await self.service.count(self.prefaced(request))
+    async def prompt(self, request: GenerationRequest) -> Prompt:
+        return await self.service.prompt(self.prefaced(request))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.service, name)

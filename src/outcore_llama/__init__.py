@@ -1,0 +1,1 @@
+"""llama.cpp's own addresses and fields; found as an entry point of ``outcore.apis``."""
