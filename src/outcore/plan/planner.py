@@ -110,12 +110,16 @@ def make_plan(size: ModelSize, budget: int, *, calibration: Calibration = ASSUME
         UsageError: as ``Fixed.checked``.
     """
     asked, refused = Fixed(**fixed).checked(size), list[BudgetError]()
-    for each in _with_disk(size, asked):
-        try:
-            return _make_plan(each, budget, asked, calibration)
-        except BudgetError as e:
-            refused.append(e)
-    raise min(refused, key=lambda e: e.smallest or budget)
+    try:
+        for each in _with_disk(size, asked):
+            try:
+                return _make_plan(each, budget, asked, calibration)
+            except BudgetError as e:
+                refused.append(e)
+        raise min(refused, key=lambda e: e.smallest or budget)
+    finally:
+        # A frame that holds an error which passed it is a cycle: its callers' arrays would wait for the collector.
+        refused.clear()
 
 
 def smallest_budget(size: ModelSize, **fixed: Any) -> int:
