@@ -418,11 +418,11 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("llama3.2:3b", "has a colon"),
+        ("llama3.2:3b", "Hub names are OWNER/NAME"),
         ("https://huggingface.co/mlx-community/Qwen3.5-9B-MLX-6bit", "name: mlx-community/Qwen3.5-9B-MLX-6bit"),
         ("http://hf.co/a/b/tree/main", "name: a/b"),
         ("huggingface.co/a/b", "name: a/b"),
-        ("https://example.org/a", "has a colon"),
+        ("https://example.org/a", "name a Hub model"),
         ("bartowski/Llama-3.2-3B-Instruct-GGUF", "MLX version"),
         ("Llama-3.2-3B.Q4_K_M.gguf", "MLX version"),
     ],
@@ -486,6 +486,21 @@ def test_whatever_the_hub_says_becomes_one_line(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(mlx_lm.utils, "snapshot_download", fail)
     message = refusal(MissingFileError, resolve_model, "owner/name", "v1")
     assert message.startswith("'owner/name': ") and advice in message
+
+
+def test_a_name_without_an_owner_is_asked_for_and_if_it_is_not_there_the_network_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_lm.utils.snapshot_download", lambda *_, **__: str(tmp_path))
+    assert resolve_model("gpt2") == tmp_path
+    for kind in ("RepositoryNotFoundError", "LocalEntryNotFoundError", "OfflineModeIsEnabled"):
+
+        def fail(*_: Any, kind: str = kind, **__: Any) -> Path:
+            raise hub_error(kind)
+
+        monkeypatch.setattr("mlx_lm.utils.snapshot_download", fail)
+        message = refusal(MissingFileError, resolve_model, "llama3")
+        assert "Hub names are OWNER/NAME" in message and "network" not in message
 
 
 def test_a_download_is_what_mlx_lm_would_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ MISTAKES = {
     "serve M --api-key=secret123": (2, "give --api-key-file FILE, or set OUTCORE_API_KEY"),
     # What goes where.
     "generate -p hi": (2, "no model: give --model NAME (outcore list shows those that are here)"),
+    "chat": (2, ", such as outcore chat mlx-community/Qwen3-8B-4bit; see"),
     "generate M": (2, "no prompt: give --prompt TEXT, or pipe text in"),
     "generate M -p hi --max-tokens 0": (2, "--max-tokens 0: give at least 1"),
     "chat M hello": (2, "'hello' is not expected here; outcore generate MODEL --prompt PROMPT answers one prompt"),
@@ -38,11 +39,12 @@ MISTAKES = {
     "generate -m M -p hi": (2, "; a model goes after --model"),
     # The dial.
     "generate M -p hi --memory 4": (2, "--memory 4: no unit; write 4GB or 4GiB"),
-    "generate M -p hi --memory 1MB": (1, "the smallest that works"),
+    "generate M -p hi --memory 1MB": (1, "; a shorter prompt or fewer --max-tokens need less"),
     "generate M -p hi --memory 900TB": (1, "leave --memory out to use what is free"),
     # The model.
     "generate ./modle -p hi": (1, "'./modle': no such folder; check the path, or name a Hub model"),
-    "generate llama3:8b -p hi": (1, "no name on the Hub has a colon, as in Ollama; give a folder, or owner/name"),
+    "generate llama3 -p hi": (1, "'llama3': is neither a folder here nor found on the Hub; Hub names are OWNER/NAME, "),
+    "chat llama3:8b": (1, "Hub names are OWNER/NAME, such as mlx-community/Qwen3-8B-4bit; outcore list shows what is "),
     "generate https://huggingface.co/own/name -p hi": (1, "a web address; give the model's name: own/name"),
     "generate own/name-GGUF -p hi": (1, "get the model's MLX version, such as from mlx-community on the Hub"),
     "info M/model.safetensors": (1, "a file; give its folder instead: "),
@@ -73,9 +75,19 @@ def test_one_line_names_the_cause_and_what_to_do(
 ) -> None:
     status, says = MISTAKES[line]
     monkeypatch.chdir(place)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         words = line.replace("TAKEN", str(taken.getsockname()[1])).replace(" M", " models/M")
         assert main(shlex.split(words)) == status
     out, err = capsys.readouterr()
     assert out == "" and "secret123" not in err and err.count("\n") == 1 and says in err, err
     assert err.startswith("outcore") and "Traceback" not in err and "bug" not in err
+
+
+EARLY = "generate M -p hi --max-tokens 0", "generate ./modle -p hi", "chat llama3:8b"
+
+
+@pytest.mark.parametrize("line", EARLY)
+def test_what_needs_no_model_is_told_before_mlx_is_imported(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outcore.cli.main._work", lambda *_: pytest.fail("imported"))
+    assert main(shlex.split(line)) == MISTAKES[line][0]

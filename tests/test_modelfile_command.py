@@ -232,7 +232,7 @@ def test_what_goes_wrong_names_the_line(
     bare = tmp_path / "bare"
     shutil.copytree(quick, bare, ignore=shutil.ignore_patterns("chat_template*"))
     path = file("# a Modelfile", *line.format(model=bare).split("\n"))
-    status, record, err = run("generate", "--modelfile", path)
+    status, record, err = run("generate", "--modelfile", path, "-p", "hi")
     assert status in (1, 2)
     assert told.format(path=path) in record["error"]
     assert err.count("\n") == 1
@@ -244,7 +244,7 @@ def test_what_stands_in_a_prompt_cache_is_not_said_again(
     cache = str(tmp_path / "cache.safetensors")
     run("cache-prompt", str(quick), "--prompt", "import os", "--prompt-cache-file", cache)
     path = file(f"FROM {quick}", TURN, "SYSTEM be brief")
-    status, record, _ = run("generate", "--modelfile", path, "--prompt-cache-file", cache)
+    status, record, _ = run("generate", "--modelfile", path, "-p", "hi", "--prompt-cache-file", cache)
     assert status == 2 and "line 6: --prompt-cache-file already contains the text before" in record["error"]
 
 

@@ -131,6 +131,11 @@ def called(argument: str) -> str:
     return flag if (flag := flag_of(argument)) in _known else argument
 
 
+def offered(*arguments: str) -> list[str]:
+    """Returns what the user calls those of the arguments that the running command has; outside of commands, all."""
+    return [called(each) for each in arguments if not _known or flag_of(each) in _known]
+
+
 @contextmanager
 def by_flags(flags: Collection[str]) -> Iterator[None]:
     """Makes errors and notes within the block name these command-line flags instead of arguments."""

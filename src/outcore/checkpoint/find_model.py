@@ -14,6 +14,10 @@ from .checkpoint import GGUF, not_a_folder, require_config
 
 _HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/(?:models/)?([\w.-]+/[\w.-]+)", re.IGNORECASE)
 
+_NOWHERE = (
+    "is neither a folder here nor found on the Hub; Hub names are OWNER/NAME, such as mlx-community/Qwen3-8B-4bit; "
+    "outcore list shows what is here"
+)
 
 # Downloads a model of the Hub by its name and revision, and returns its folder.
 Fetch = Callable[[str, str | None], Path]
@@ -33,6 +37,11 @@ def resolve_model(path_or_repo: str, revision: str | None = None, fetch: Fetch |
         CheckpointError: the path is a file.
     """
     path_or_repo = short_names().get(path_or_repo, path_or_repo)
+    return local_folder(path_or_repo) or download(path_or_repo, revision, fetch)
+
+
+def local_folder(path_or_repo: str) -> Path | None:
+    """Return the model's folder, or None if the name could be the Hub's. Raises as ``resolve_model`` does."""
     if not path_or_repo.strip():
         raise UsageError("no model given; name a folder, or a model of the Hugging Face Hub such as owner/name")
     try:
@@ -47,16 +56,14 @@ def resolve_model(path_or_repo: str, revision: str | None = None, fetch: Fetch |
         raise CheckpointError(not_a_folder(path))
     if web := _HUB_URL.match(path_or_repo):
         raise MissingFileError(f"{quoted(path_or_repo)}: a web address; give the model's name: {web[1]}")
-    if ":" in path_or_repo:
-        raise MissingFileError(
-            f"{quoted(path_or_repo)}: no name on the Hub has a colon, as in Ollama; give a folder, or owner/name"
-        )
     if path_or_repo.lower().endswith((".gguf", "-gguf")):
         raise MissingFileError(f"{quoted(path_or_repo)}: {GGUF}")
     looks_local = path_or_repo.startswith((os.sep, ".", "~")) or path_or_repo.count("/") > 1 or path.is_symlink()
     if looks_local or path.suffix in {".gguf", ".safetensors", ".json", ".bin"}:
         raise MissingFileError(f"{quoted(path_or_repo)}: no such folder; check the path, or name a Hub model")
-    return download(path_or_repo, revision, fetch)
+    if ":" in path_or_repo:
+        raise MissingFileError(f"{quoted(path_or_repo)}: {_NOWHERE}")
+    return None
 
 
 def download(repo: str, revision: str | None, fetch: Fetch | None = None) -> Path:
@@ -73,15 +80,20 @@ def download(repo: str, revision: str | None, fetch: Fetch | None = None) -> Pat
     away = "is not a folder here, not whole in the local cache, and the Hugging Face Hub could not be reached;"
     offline = f"{away} unset HF_HUB_OFFLINE, or give a folder"
     explanations: dict[type[Exception], str] = {
-        hub.GatedRepoError: f"is gated; accept its terms at https://huggingface.co/{repo}, then run `hf auth login`",
         hub.RepositoryNotFoundError: "is neither a folder here nor a model on the Hugging Face Hub; check the name or "
         "`hf auth login`",
-        hub.RevisionNotFoundError: f"has no revision {quoted(str(revision))} on the Hugging Face Hub; check --revision",
         hub.HFValidationError: "is neither a folder here nor a name that the Hugging Face Hub could have; check it",
         hub.OfflineModeIsEnabled: offline,
         hub.LocalEntryNotFoundError: offline
         if HF_HUB_OFFLINE
         else f"{away} check the network and HF_ENDPOINT, or give a folder",
+    }
+    if "/" not in repo:  # some old models of the Hub have no owner, such as gpt2; most such names are other programs'
+        explanations = dict.fromkeys(explanations, _NOWHERE)
+    explanations = {
+        hub.GatedRepoError: f"is gated; accept its terms at https://huggingface.co/{repo}, then run `hf auth login`",
+        hub.RevisionNotFoundError: f"has no revision {quoted(str(revision))} on the Hugging Face Hub; check --revision",
+        **explanations,
     }
     try:
         return (fetch or by_mlx_lm)(repo, revision)

@@ -27,7 +27,7 @@ from .answers import Chat
 from .chat_commands import Commands
 from .commands import TYPED_ELSEWHERE
 from .engine import ProgressBar, draft_tokens, engine_record, generation_options, open_tokenizer, print_summary, watched
-from .flags import check_numbers, loading_options, model_name, template_options, text_of
+from .flags import loading_options, model_name, template_options, text_of
 from .output import tell
 
 # Context lengths to plan for, in the order tried, when ``--context`` is not given. None: the default length.
@@ -40,7 +40,6 @@ MESSAGE = 512
 
 
 def run(args: argparse.Namespace) -> None:
-    check_numbers(args)
     draft_tokens(args)
     mx.random.seed(whole("--seed", args.seed or 0, 0, 2**64 - 1))
     with ProgressBar() as bar, session_file(args.session) as path:

@@ -36,14 +36,13 @@ from .engine import (
     rendered,
     watched,
 )
-from .flags import cache_options, check_numbers, loading_options, template_options, text_of
-from .piped import prompt_text, whole_prompt
+from .flags import cache_options, loading_options, template_options, text_of
+from .piped import prompt_text
 
 HINT = "; try without --system-prompt and --chat-template-config, or with --ignore-chat-template"
 
 
 def run(args: argparse.Namespace) -> None:
-    check_numbers(args)
     draft_tokens(args)
     if args.seed is not None:
         mx.random.seed(whole("--seed", args.seed, 0, 2**64 - 1))
@@ -103,11 +102,10 @@ def _cached_tokens(cache: list[Any] | None) -> int:
 
 
 def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cache: bool) -> list[int]:
-    text = whole_prompt(args.prompt, alone=args.ranks is None)
     extra = template_options(args.chat_template_config)
     if args.ignore_chat_template or not tokenizer.has_chat_template:
-        return list(tokenizer.encode(text))
-    messages = [*map(dict, args.preset.messages), {"role": "user", "content": text}]
+        return list(tokenizer.encode(args.prompt))
+    messages = [*map(dict, args.preset.messages), {"role": "user", "content": args.prompt}]
     if args.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": text_of("--system-prompt", args.system_prompt)})
     if args.prefill_response is not None:
@@ -122,7 +120,6 @@ def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cach
 
 
 def cache_prompt(args: argparse.Namespace) -> None:
-    check_numbers(args)
     if args.kv_disk == "on":
         raise UsageError("--kv-disk on: cache-prompt needs the whole KV cache in memory; leave the flag out")
     folder = resolve_model(args.model, args.revision)

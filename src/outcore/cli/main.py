@@ -19,14 +19,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import groupby
 
+from ..checkpoint.find_model import local_folder
 from ..errors import BudgetError, OutcoreError, UsageError, by_flags
 from ..machine.gpus import leave_one
 from ..machine.settings import Setting, setting, settled, short_names
 from ..packages import modules
 from ..text import meant, shortened
 from ..version import __version__
-from .commands import RANKS, ArgumentParser, Command, commands, parser_of, rank_module
+from .commands import CORE, HUB, RANKS, ArgumentParser, Command, commands, parser_of, rank_module
+from .flags import check_numbers
 from .output import Result, failed, log_from, open_streams, spinner, streams
+from .piped import whole_prompt
 
 WIDEST = 110
 
@@ -113,6 +116,9 @@ def _run(name: str, words: list[str], result: Result, alone: bool) -> int:
     rank = ranks.as_rank(parser, args, result) if ranks is not None else nullcontext(True)
     # Ranks write errors to the launcher's own standard error.
     with rank as speaks, streams(as_json, (quiet and not command.launcher) or not speaks, sys.stderr):
+        if name in CORE:
+            with _with_sources(filled):
+                _check(args)
         # Importing MLX takes a second, the first time much longer. Threads that it starts must not receive Ctrl-C.
         with uninterrupted(), spinner("starting") if speaks and not quiet else nullcontext():
             if alone and command.alone is not None:
@@ -126,6 +132,17 @@ def _run(name: str, words: list[str], result: Result, alone: bool) -> int:
             importlib.import_module("..machine.allocator", __package__).reset_peak()
         with _with_sources(filled), by_flags(parser._option_string_actions):
             return run(args) or 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuses, before MLX is imported, what needs no model to be refused."""
+    check_numbers(args)
+    # A prompt cache knows its model, and is compared with the one that is given.
+    alone = args.ranks is None and getattr(args, "prompt_cache_file", None) is None
+    if alone and isinstance(getattr(args, "model", None), str):
+        local_folder(short_names().get(args.model, args.model))
+    if args.command == "generate":
+        args.prompt = whole_prompt(args.prompt, alone=args.ranks is None)
 
 
 @contextmanager
@@ -172,7 +189,7 @@ def _settle(command: Command, parser: ArgumentParser, args: argparse.Namespace) 
     if command.needs_model and not named and getattr(args, "model", "") is None:
         if (model := setting("model")) is None:
             what = "give --model NAME (outcore list shows those that are here), or set OUTCORE_MODEL"
-            parser.error(f"no model: {what}, or model in the configuration file")
+            parser.error(f"no model: {what}, or model in the configuration file, such as {parser.prog} {HUB}")
         args.model = [model.value] if hasattr(args, "models_named") else model.value
         args.argv += ["--model", model.value]  # for results, which quote their command line
         log.info("model %s, from %s", model.value, model.source)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from ..errors import BudgetError, UsageError, called
+from ..errors import BudgetError, UsageError, called, offered
 from ..sizes import format_size
 from ..text import counted
 from .candidate import ALLOCATOR_SHARE, Candidates
@@ -247,7 +247,10 @@ def refusal(size: ModelSize, budget: int, least: int, resident: int | None = Non
     what = f" with {counted(resident, 'resident layer')}" if resident else ""
     texts = f"a context of {size.context} tokens"
     texts += f", {size.prompt} of them the prompt's" if size.prompt < size.context else ""
-    texts += f"; fewer need less ({called('context')}, {called('prompt')})"
+    if fewer := offered("context", "prompt"):
+        texts += f"; fewer need less ({', '.join(fewer)})"
+    else:
+        texts += f"; a shorter prompt{' or fewer --max-tokens need' if offered('max_tokens') else ' needs'} less"
     stay = ""
     if needed := [n for n in map(smallest_slot, size.layers) if n > size.most_unit]:
         stay = (
