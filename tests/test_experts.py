@@ -28,7 +28,7 @@ from outcore.disk.metrics import Metrics
 from outcore.disk.reader import FileReader
 from outcore.engine.session import Session
 from outcore.errors import ReadError, UsageError
-from outcore.machine.device_memory import move
+from outcore.machine.allocator import move
 from outcore.modules.layers import is_stacked
 from outcore.sizes import BLOCK
 from outcore_experts import expert_prefetch, expert_windows

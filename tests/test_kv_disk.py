@@ -512,7 +512,7 @@ def test_a_text_that_grows_onto_a_disk_that_refuses_changes_nothing(deep: Path, 
             before = session.plan, session.size
             with pytest.raises(StoreError, match="kv_dir"):
                 list(outcore.stream_generate(model, tokenizer, ids(4000), 5))
-            assert (session.plan, session.size) == before and session._unbound is None
+            assert (session.plan, session.size) == before and session.unbound is None
         assert texts[0] == texts[1]
 
 

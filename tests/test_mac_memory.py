@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fake_darwin_memory import GB, FakeDarwin
-from outcore.machine import hardware, mac, memory
+from outcore.machine import hardware, memory
 from outcore.machine.memory import MemoryLimit, read_pressure
 
 GIB = 2**30
@@ -40,25 +40,25 @@ def number(value: int, size: int = 4) -> bytes:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[bytes, bytes]]:
     library = Library({})
-    monkeypatch.setattr(mac.ctypes, "CDLL", lambda _: library)
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: library)
     return library.values  # type: ignore[return-value]
 
 
 def test_sysctl_gives_numbers_of_both_sizes_and_texts(told: dict[bytes, bytes]) -> None:
     told[b"machdep.cpu.brand_string"] = b"Apple M4 Max\0"
-    assert mac.cpu_name() == hardware.cpu_name() == "Apple M4 Max" and mac.wired_limit() is None
+    assert hardware.cpu_name() == "Apple M4 Max" and memory.wired_limit() is None
     for size in (4, 8):
         told[b"iogpu.wired_limit_mb"] = number(7, size)
-        assert mac.wired_limit() == 7 << 20
+        assert memory.wired_limit() == 7 << 20
     for level, known in ((1, 1), (2, 2), (4, 4), (3, None), (0, None)):
         told[b"kern.memorystatus_vm_pressure_level"] = number(level)
-        assert mac.pressure_level() == known
+        assert memory.pressure_level() == known
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS tells")
 def test_elsewhere_nothing_of_macos_is_reported() -> None:
-    assert mac.sysctl("hw.memsize") is None and mac.cpu_name() == ""
-    assert mac.pressure_level() is None and mac.wired_limit() is None and memory.warning_room() is None
+    assert memory.sysctl("hw.memsize") is None
+    assert memory.pressure_level() is None and memory.wired_limit() is None and memory.warning_room() is None
     assert read_pressure().macos_level is None and read_pressure().warning_room is None
 
 

@@ -14,7 +14,7 @@ import ctypes
 import threading
 from typing import Any
 
-from outcore.machine.device_memory import PREFERRED_LOCATION, address_of
+from outcore.machine.allocator import PREFERRED_LOCATION, address_of
 
 # ``CU_STREAM_NON_BLOCKING``: this stream and other streams do not wait for each other.
 NON_BLOCKING = 1

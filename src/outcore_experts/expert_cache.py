@@ -24,7 +24,7 @@ from outcore.disk.reader import Read, Reader
 from outcore.disk.ring import Slot
 from outcore.engine.layer_sizes import Place
 from outcore.errors import ReadError
-from outcore.machine.device_memory import address_of, move
+from outcore.machine.allocator import address_of, move
 from outcore.modules.hooks import absent, put
 from outcore.modules.layers import Layer, Parameter
 from outcore.sizes import BLOCK, round_up

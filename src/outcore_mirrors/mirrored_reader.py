@@ -20,7 +20,7 @@ from outcore.disk.disk_calls import DiskCalls
 from outcore.disk.layout import Extent, SlotCopy
 from outcore.disk.metrics import Metrics
 from outcore.disk.open_file import Move, OpenFile, open_file, state_of
-from outcore.disk.reader import CHUNK, THREADS, FileReader, Read, pieces
+from outcore.disk.reader import CHUNK, THREADS, FileReader, Read, check_files, pieces
 from outcore.errors import ReadError
 from outcore.sizes import BLOCK
 
@@ -98,7 +98,7 @@ class Replicas:
         """
         for n, file in holders.items():
             try:
-                file.check()
+                check_files([file])
             except (ReadError, OSError) as e:
                 if all(self.all[m].lost is not None for m in holders if m != n):
                     raise

@@ -31,11 +31,10 @@ from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
 from outcore.errors import OutcoreError, StoreError
-from outcore.machine import mac
 from outcore.machine.cache_folder import make_cache
 from outcore.machine.device import device_kind, metal_info, most_slot_bytes
 from outcore.machine.hardware import cpu_name, gpu_name
-from outcore.machine.memory import default_budget
+from outcore.machine.memory import default_budget, wired_limit
 from outcore.machine.random_state import random_state_kept
 from outcore.modules.mlx_lm_compat import classes_of
 from outcore.sizes import BLOCK, format_size, round_up
@@ -153,7 +152,7 @@ def device_limits() -> dict[str, int]:
         "largest slot": most_slot_bytes(),
         "largest buffer": int(metal.get("max_buffer_length", 0)),
         WORKING_SET: int(metal.get("max_recommended_working_set_size", 0)),
-        "wired limit": mac.wired_limit() or 0,
+        "wired limit": wired_limit() or 0,
     }
     return {name: nbytes for name, nbytes in known.items() if nbytes}
 

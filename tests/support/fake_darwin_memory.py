@@ -19,7 +19,7 @@ from unittest.mock import patch
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
-from outcore.machine import mac
+from outcore.machine import hardware, memory
 from outcore.machine.memory import Pressure, read_pressure
 
 GB = 10**9
@@ -120,7 +120,8 @@ class FakeDarwin:
     def here(self) -> Iterator[None]:
         """This machine is that Mac, as far as its memory goes."""
         with (
-            patch.object(mac, "sysctl", self.sysctl),
+            patch.object(memory, "sysctl", self.sysctl),
+            patch.object(hardware, "sysctl", self.sysctl),
             patch.object(psutil, "virtual_memory", self.virtual_memory),
             patch.object(mx.metal, "is_available", lambda: True),
             patch.object(mx, "device_info", self.device_info),

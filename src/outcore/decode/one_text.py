@@ -271,11 +271,12 @@ class OneText:
         """Makes room for the text so far and ``more`` tokens, before a pass."""
         session, control, bound = self.session, self.drafts.control, self._own.bound
         tokens = len(self.sampler.text) + self._more + more
-        if not session.closed:
-            session.residency.reserve(tokens if bound is None else min(tokens, bound))
-        # Checks memory where nothing is streamed; a streamed model does so by itself.
-        session.before_pass()
-        if session.streaming is not None and control is not None:
+        tokens = tokens if bound is None else min(tokens, bound)
+        if tokens > session.plan.context and not session.closed:
+            session.residency.reserve(tokens)
+        if session.streaming is None:
+            session.before_pass()
+        elif control is not None:
             control.most = min(control.most, session.size.drafted)
 
 

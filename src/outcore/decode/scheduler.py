@@ -161,8 +161,10 @@ class Scheduler:
         return step
 
     def _make(self, step: StepResult) -> None:
-        self._session.bind_again()
-        self._session.residency.layers.note_arrivals()
+        if self._session.unbound is not None:
+            self._session.bind_again()
+        if (layers := self._session.residency.layers).shed_layers:
+            layers.note_arrivals()
         if self._room is None:
             if self._batch is None:
                 self._batch = self._decoder(together=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from ..errors import ReadError, UsageError, called
-from ..machine.device_memory import address_of, move, prepare_slot
+from ..machine.allocator import address_of, move, prepare_slot
 from ..sizes import BLOCK, PAGE, round_up
 from .disk_calls import DiskCalls
 
@@ -28,6 +28,7 @@ class OpenFile:
     Attributes:
         watched: whether checks raise an error if the file was written to. False for Outcore's own files.
         read: whether bytes were read from the file since the last check.
+        was: its status at opening; ``blocks``: a hash of a sample of its blocks then.
     """
 
     path: Path
@@ -36,46 +37,15 @@ class OpenFile:
     direct: int | None
     watched: bool = True
     read: bool = False
-    _was: os.stat_result = field(init=False, repr=False)
-    _blocks: int = field(init=False, repr=False)
+    was: os.stat_result = field(init=False, repr=False)
+    blocks: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._was = os.fstat(self.cached)
-        self._blocks = self._sampled() if self.watched else 0
+        self.was = os.fstat(self.cached)
+        self.blocks = self.sampled() if self.watched else 0
 
-    def check(self) -> None:
-        """Call ``look`` if bytes were read from the file since the last check."""
-        if not self.read:
-            return
-        self.read = False  # before ``look``: a read meanwhile sets it again, so that another check follows
-        try:
-            self.look()
-        except (ReadError, OSError):
-            self.read = True
-            raise
-
-    def look(self) -> None:
-        """Compare the file's size and times with those at opening.
-
-        A write can be hidden by setting the old ``st_mtime`` again (``cp -p`` does), but not from ``st_ctime``, which
-        cannot be set. A new link, mode or owner also changes ``st_ctime``; then a sample of blocks is compared.
-
-        Raises:
-            ReadError: the file was written to.
-        """
-        now, was = os.fstat(self.cached), self._was
-        times = now.st_ctime_ns == was.st_ctime_ns and now.st_mtime_ns == was.st_mtime_ns
-        if not self.watched or (times and now.st_size == was.st_size):
-            return
-        content = (now.st_size, now.st_mtime_ns) != (was.st_size, was.st_mtime_ns)
-        if content or _status(now) == _status(was) or self._sampled() != self._blocks:
-            raise ReadError(
-                f"{self.path}: was written to while the model ran; its last answer may be wrong: load the model again"
-            )
-        self._was = now
-
-    def _sampled(self) -> int:
-        digest, size = xxhash.xxh3_64(), self._was.st_size
+    def sampled(self) -> int:
+        digest, size = xxhash.xxh3_64(), self.was.st_size
         for n in range(BLOCKS):
             at = n * max(0, size - BLOCK) // (BLOCKS - 1)
             digest.update(self.calls.pread(self.cached, BLOCK, at))
@@ -88,10 +58,6 @@ class OpenFile:
         for fd in opened:
             if fd is not None and fd >= 0:
                 self.calls.close(fd)
-
-
-def _status(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_nlink, found.st_mode, found.st_uid, found.st_gid
 
 
 def open_file(path: Path, io: str, calls: DiskCalls) -> OpenFile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ import numpy as np
 from ..disk.layout import Extent, SlotCopy
 from ..errors import ReadError, UsageError
 from ..machine import interrupts
-from ..machine.device_memory import address_of, move
+from ..machine.allocator import address_of, move
 from ..sizes import BLOCK
 from . import disk_calls
 from .metrics import Metrics
@@ -86,7 +86,8 @@ class Read:
 
     def ended(self) -> None:
         """Like ``wait_quietly``, but handles deferred signals while it waits, so Ctrl-C raises."""
-        interrupts.wait(self._done)
+        while not self._done.wait(interrupts.POLL_S):
+            interrupts.check()
 
     def wait(self) -> None:
         self._done.wait()
@@ -206,8 +207,7 @@ class FileReader:
         return read
 
     def check(self) -> None:
-        for file in self._files.values():
-            file.check()
+        check_files(self._files.values())
 
     def close(self) -> None:
         with self._close_lock:
@@ -251,7 +251,7 @@ class FileReader:
             self.bounces |= refused
             file.read = True
             if self._looks:
-                file.look()
+                check_times(file)
         except ShortRead as e:
             why = f"the file ended {e.missing} bytes early; it changed since the model was loaded"
         except ReadError as e:
@@ -266,6 +266,40 @@ class FileReader:
         # Counted before the read is finished, so that a waiting thread sees the bytes.
         self.metrics.read_ended(done)
         read.finish(error, done)
+
+
+def check_files(files: Iterable[OpenFile]) -> None:
+    """Calls ``check_times`` for each file that bytes were read from since the last check."""
+    for file in files:
+        if file.read:
+            file.read = False  # before it is checked: a read meanwhile sets it again, so that another check follows
+            try:
+                check_times(file)
+            except (ReadError, OSError):
+                file.read = True
+                raise
+
+
+def check_times(file: OpenFile) -> None:
+    """Compare a file's size and times with those at opening.
+
+    A write can be hidden by setting the old ``st_mtime`` again (``cp -p`` does), but not from ``st_ctime``, which
+    cannot be set. A new link, mode or owner also changes ``st_ctime``; then a sample of blocks is compared.
+
+    Raises:
+        ReadError: the file was written to.
+    """
+    now, was = os.fstat(file.cached), file.was
+    times = now.st_ctime_ns == was.st_ctime_ns and now.st_mtime_ns == was.st_mtime_ns
+    if not file.watched or (times and now.st_size == was.st_size):
+        return
+    content = (now.st_size, now.st_mtime_ns) != (was.st_size, was.st_mtime_ns)
+    status = [(s.st_nlink, s.st_mode, s.st_uid, s.st_gid) for s in (now, was)]
+    if content or status[0] == status[1] or file.sampled() != file.blocks:
+        raise ReadError(
+            f"{file.path}: was written to while the model ran; its last answer may be wrong: load the model again"
+        )
+    file.was = now
 
 
 def pieces(extent: Extent, most: int) -> list[tuple[int, int]]:

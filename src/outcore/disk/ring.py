@@ -19,8 +19,8 @@ import numpy as np
 
 from ..disk.layout import Extent, SlotCopy, Unit
 from ..errors import BudgetError, ClosedError
+from ..machine.allocator import prepare_slot
 from ..machine.device import most_slot_bytes
-from ..machine.device_memory import prepare_slot
 from ..sizes import format_size, slot_alignment, slot_bytes
 from .metrics import Metrics
 from .reader import Read, Reader
@@ -117,7 +117,8 @@ class Ring:
 
     def begin_pass(self) -> None:
         """Begin a pass over the units; prefetch from now on in the order of the pass before."""
-        self._check_open()
+        if self._closed:
+            self._check_open()
         if self._broken:
             self._recover()
         # A pass that lacks units has probably stopped half-way: its order is used only if two passes have it.

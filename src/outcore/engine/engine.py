@@ -36,6 +36,7 @@ class Engine:
         size: bytes of the model's layers, caches and activations.
         streaming: streams the model; None while everything is resident.
         transport: exchanges arrays with the ranks that compute other layers of the model.
+        unbound: the plan of a ``stream`` that failed, until ``bind_again``; None: there is none.
         io: ``direct``, ``cached``, or ``none`` when everything is resident.
 
     Raises:
@@ -57,7 +58,7 @@ class Engine:
         self.exclusive: AbstractContextManager[object] = contextlib.nullcontext() if exclusive is None else exclusive
         self.streaming: Streaming | None = None
         self.closed = False
-        self._unbound: Plan | None = None  # plan whose binding failed; the next call tries again
+        self.unbound: Plan | None = None
         # Both run when the model is closed or garbage-collected, so they must not refer to the model.
         self._give_back: Callable[[], object] | None = None
         self._close_files: weakref.finalize[Any, Any] | None = None
@@ -110,17 +111,17 @@ class Engine:
             self._bind(plan)
         except BaseException:
             # The weights are neither in memory nor bound to a ring.
-            self._unbound = plan
+            self.unbound = plan
             unswap(model)  # it may have been bound to the ring
             swap(model, "Unbound", again)
             raise
-        self._unbound, self.plan = None, plan
+        self.unbound, self.plan = None, plan
 
     def bind_again(self) -> None:
         """Repeats a ``stream`` that failed."""
         with self.exclusive:
-            if self._unbound is not None:
-                self.stream(self._unbound)
+            if self.unbound is not None:
+                self.stream(self.unbound)
 
     def close(self) -> None:
         """Frees slots, threads and files and restores MLX's limits. A streamed model cannot be called afterwards.

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from ..errors import BudgetError
-from ..machine import mac
-from ..machine.memory import MemoryLimit, Pressure, read_pressure
+from ..machine.memory import CRITICAL, WARNING, MemoryLimit, Pressure, read_pressure
 from ..sizes import format_size
 from .residency import Residency
 
@@ -190,7 +189,7 @@ class Governor:
         """Returns the bytes to free now and the reason. 0 bytes with a reason: memory was freed for it already, and
         the effect may still have to show."""
         wanted = reserve(limit)
-        if pressure.macos_level == mac.CRITICAL:
+        if pressure.macos_level == CRITICAL:
             return max(1, spare), "macOS says that memory pressure is critical"
         paging = self._paging_s >= HOLD_S
         settled = self._shed_at is None or (self._pass_ended and now - self._shed_at >= WINDOW_S)
@@ -274,7 +273,7 @@ def _ran_out(before: Pressure, now: Pressure) -> str:
 
 
 def _warns(pressure: Pressure) -> bool:
-    return pressure.macos_level in (mac.WARNING, mac.CRITICAL)
+    return pressure.macos_level in (WARNING, CRITICAL)
 
 
 NOTES = 4
@@ -323,7 +322,8 @@ class Watch:
         with nothing resident."""
         self._passes += 1
         self._since += 1
-        self.residency.layers.note_arrivals()
+        if (layers := self.residency.layers).shed_layers:
+            layers.note_arrivals()
         self._ended = self._ended or (self.engine.streaming is not None and self.engine.streaming.pass_s is not None)
         decision, self._pending = self._pending, None
         if decision is None and self.governor.due(self._clock(), self._since):

@@ -226,7 +226,7 @@ class ResidentLayers:
         return max(0, len(back) - len(coming))
 
     def note_arrivals(self) -> None:
-        if self.shed_layers and (streaming := self.session.streaming) is not None:
+        if (streaming := self.session.streaming) is not None:
             modules = self.modules
             back = {i for i in self.shed_layers if streaming.layers.is_resident(modules[i])}
             if back:

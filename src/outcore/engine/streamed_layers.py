@@ -304,8 +304,6 @@ class StreamedLayers:
 
     def keep_adopted(self) -> bool:
         """Makes layers resident whose units have all been copied. Returns whether there were any."""
-        if not self.adopting:
-            return False
         whole = [k for k, mine in self._layers.items() if all(self.adopting.get(i) is not None for i in mine)]
         for key in whole:
             for i in self._layers[key]:

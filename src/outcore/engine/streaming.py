@@ -13,7 +13,7 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 from ..disk.metrics import Metrics
 from ..disk.ring import Lease
 from ..machine.allocator import clear_cache
-from ..machine.interrupts import check
+from ..machine.interrupts import check, moments
 from ..modules.hooks import absent, caches_in, handles, put, swap, unswap
 from .executor import LayerExecutor, Recorded, RecordedPass, Wanted, in_turn
 from .seams import ExpertCaches, KVOffloader, Stage
@@ -47,7 +47,7 @@ class Streaming:
     ) -> None:
         self.model, self.metrics, self.exclusive = model, metrics, exclusive
         self.evaluates, self._copies, self._transport = evaluates, copies, transport
-        self.after_unit: list[Callable[[], object]] = [check]
+        self.after_unit: list[Callable[[], object]] = [*moments]
         self.before_pass: list[Callable[[], object]] = []
         self.experts: ExpertCaches | None = None
         self.kv: KVOffloader | None = None
@@ -210,7 +210,7 @@ class Streaming:
             # Without the time spent waiting for other ranks.
             began, waited = self._began
             self.pass_s = executor.ended[0] - began - (executor.ended[1] - waited)
-        if self.layers.keep_adopted():
+        if self.layers.adopting and self.layers.keep_adopted():
             self.ring.reorder(self.layers.order)
             self._tell_order()
         for call in self.before_pass:

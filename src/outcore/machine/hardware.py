@@ -12,9 +12,8 @@ from pathlib import Path
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
-from . import mac
 from .device import on_cpu
-from .memory import text_of
+from .memory import sysctl, text_of
 
 # Returns a package's version. Cached: parsing metadata each time took a tenth of the time to load a small model.
 version = functools.cache(importlib.metadata.version)
@@ -28,7 +27,8 @@ def cores() -> int:
 def cpu_name() -> str:
     lines = text_of(Path("/proc/cpuinfo")).splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return mac.cpu_name() or "".join(models[:1]) or platform.processor() or platform.machine()
+    apple = (sysctl("machdep.cpu.brand_string") or b"").partition(b"\0")[0].decode(errors="replace").strip()
+    return apple or "".join(models[:1]) or platform.processor() or platform.machine()
 
 
 def gpu_name() -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 # Seconds between two checks of a wait.
@@ -16,9 +15,3 @@ def check() -> None:
     """Runs every callback; any of them may raise."""
     for call in moments:
         call()
-
-
-def wait(event: threading.Event) -> None:
-    """Waits for an event, checking for interrupts."""
-    while not event.wait(POLL_S):
-        check()

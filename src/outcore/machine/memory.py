@@ -12,15 +12,15 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
-from . import mac
 from .settings import SHARED_BY
 
 # Shares of available memory. ``default_budget`` leaves the rest for other programs, for the page cache, and for memory
@@ -30,6 +30,12 @@ OWN_SHARE, COMMON_SHARE = 0.9, 0.8
 PROCESS_BYTES = 200_000_000
 _LEAST_RESERVE = 64_000_000  # for growth of the process, even if it has ``PROCESS_BYTES`` already
 _UNLIMITED = 2**60  # larger limits are none: cgroup v1 writes "no limit" as 2**63 less a page
+
+
+# Memory pressure levels of macOS: NOTE_MEMORYSTATUS_PRESSURE_* in xnu's bsd/sys/event_private.h; 1 is normal.
+WARNING, CRITICAL = 2, 4
+
+_LONGEST = 256  # most bytes of a value of ``sysctl``; processors' names are shorter
 
 
 @dataclass(frozen=True)
@@ -54,15 +60,15 @@ def process_memory_limit(root: Path = Path("/")) -> MemoryLimit:
     return min(memory_limits(root), key=lambda limit: (limit.available, limit.total))
 
 
-def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """Returns every limit on this process, the machine's memory first.
+def memory_limits(root: Path = Path("/"), folders: Sequence[tuple[int, Path]] | None = None) -> tuple[MemoryLimit, ...]:
+    """Returns every limit on this process, the machine's memory first. ``folders``: as from ``cgroup_folders``.
 
     On a Mac, half of the inactive memory counts as available, since macOS has to compress it first.
     """
     found = psutil.virtual_memory()
-    available = found.available if mac.pressure_level() is None else found.free + found.inactive // 2
+    available = found.available if pressure_level() is None else found.free + found.inactive // 2
     machine = _limit(found.total, found.total - available, "machine", common=True)
-    return (machine, *cgroup_limits(root), *rlimits(root), *device_limits())
+    return (machine, *cgroup_limits(root, folders), *rlimits(root), *device_limits())
 
 
 def warning_room() -> int | None:
@@ -72,7 +78,7 @@ def warning_room() -> int | None:
     are half more (``VM_PRESSURE_NORMAL_TO_WARNING``, osfmk/vm/vm_pageout.c, xnu-11417). Wired pages, such as weights on
     the GPU, are none of these. psutil does not report compressed pages: they are all pages that it does not list.
     """
-    if mac.pressure_level() is None:
+    if pressure_level() is None:
         return None
     found = psutil.virtual_memory()
     unwired = found.active + found.inactive + found.free
@@ -89,12 +95,12 @@ def default_budget(limit: MemoryLimit | None = None) -> int:
     Args:
         limit: the limit to keep; None: ``process_memory_limit()``.
     """
-    level, room = (mac.pressure_level(), warning_room()) if limit is None else (None, None)
+    level, room = (pressure_level(), warning_room()) if limit is None else (None, None)
     limit = limit or process_memory_limit()
     share = COMMON_SHARE if limit.common else OWN_SHARE
     reserve = max(_LEAST_RESERVE, PROCESS_BYTES - rss())
     budget = max(0, int(share / shared_by() * limit.available) - reserve)
-    if level == mac.CRITICAL:
+    if level == CRITICAL:
         return 0
     return budget if room is None else min(budget, max(room // shared_by(), budget // 2))
 
@@ -148,7 +154,7 @@ def device_limits() -> tuple[MemoryLimit, ...]:
     info, held, cached = mx.device_info(), mx.get_active_memory(), mx.get_cache_memory()
     if mx.metal.is_available() and (total := int(info.get("max_recommended_working_set_size", 0))):
         # MLX reports the value from the process's start; the user may have lowered it since.
-        total = min(total, mac.wired_limit() or total)
+        total = min(total, wired_limit() or total)
         return (_limit(total, held + cached, "Metal working set", common=True),)
     # MLX's device.h: free_memory exists only on CUDA. MLX's own cache can be used again.
     if "free_memory" in info and (total := int(info.get("total_memory", 0) or info.get("memory_size", 0))):
@@ -168,37 +174,48 @@ def rlimits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
     return tuple(found)
 
 
-def cgroup_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """Returns memory limits of this process's control groups (v1 and v2) and their visible parents.
+def cgroup_limits(root: Path = Path("/"), folders: Sequence[tuple[int, Path]] | None = None) -> tuple[MemoryLimit, ...]:
+    """Returns memory limits of this process's control groups (v1 and v2) and their visible parents. ``folders``: as
+    from ``cgroup_folders``.
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
     """
     found = []
-    for version, folder in cgroup_folders(root):
-        shown, stat = "/" + folder.relative_to(root).as_posix(), fields_of(folder / "memory.stat")
-        used = _number_in(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
-        if used is None:  # the root group, or one without the memory controller
+    for version, folder in cgroup_folders(root) if folders is None else folders:
+        held = text_of(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")).strip()
+        if not held.isdecimal():  # the root group, or one without the memory controller
             continue
-        total_ = "" if version == 2 else "total_"
-        used -= stat.get(f"{total_}inactive_file", 0) + stat.get(f"{total_}active_file", 0)
+        shown, stat, total_ = "/" + folder.relative_to(root).as_posix(), fields_of(folder / "memory.stat"), ""
         # Beyond memory.high the kernel throttles processes. memory.stat of v1 also has the limit of groups above the
         # mount, whose folders are not visible.
-        names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
-        totals = [(_number_in(folder / name), name) for name in names]
-        if (above := stat.get("hierarchical_memory_limit")) is not None and above < (totals[0][0] or 0):
+        names, totals = ("memory.max", "memory.high"), list[tuple[int, str]]()
+        if version == 1:
+            names, total_ = ("memory.limit_in_bytes",), "total_"
+        for name in names:
+            text = text_of(folder / name).strip()
+            if text.isdecimal():  # v2 writes "max" for no limit
+                totals.append((int(text), name))
+        if (above := stat.get("hierarchical_memory_limit")) is not None and totals and above < totals[0][0]:
             totals.append((above, "memory.stat hierarchical_memory_limit"))
-        found += [_limit(n, used, f"{shown}/{name}") for n, name in totals if n is not None and n < _UNLIMITED]
+        used = int(held) - stat.get(f"{total_}inactive_file", 0) - stat.get(f"{total_}active_file", 0)
+        found += [_limit(n, used, f"{shown}/{name}") for n, name in totals if n < _UNLIMITED]
     return tuple(found)
 
 
-def cgroup_folders(root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
-    """Yields version and folder of this process's memory groups, each followed by its visible parents."""
-    groups = {}
-    for line in text_of(root / "proc/self/cgroup").splitlines():  # id:controllers:path
+def cgroup_folders(root: Path = Path("/")) -> tuple[tuple[int, Path], ...]:
+    """Returns version and folder of this process's memory groups, each followed by its visible parents."""
+    return _folders(root, text_of(root / "proc/self/cgroup"), text_of(root / "proc/self/mountinfo"))
+
+
+@lru_cache(4)
+def _folders(root: Path, memberships: str, mounts: str) -> tuple[tuple[int, Path], ...]:
+    """Returns the folders that these texts of proc(5) name; cached, as they are read while a model runs."""
+    groups, found = {}, list[tuple[int, Path]]()
+    for line in memberships.splitlines():  # id:controllers:path
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if (number == "0" and not controllers) or "memory" in controllers.split(","):
             groups[1 if controllers else 2] = path
-    for line in text_of(root / "proc/self/mountinfo").splitlines():  # proc(5)
+    for line in mounts.splitlines():
         mount, _, kind = line.partition(" - ")
         fields, kinds = mount.split(), kind.split()
         if len(fields) < 5 or len(kinds) < 3:
@@ -212,7 +229,8 @@ def cgroup_folders(root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
             inside = group[len(prefix) :] if (group + "/").startswith(prefix) else ""
             parts = [] if ".." in inside.split("/") else [part for part in inside.split("/") if part]
             for depth in range(len(parts), -1, -1):
-                yield version, (root / point.lstrip("/")).joinpath(*parts[:depth])
+                found.append((version, (root / point.lstrip("/")).joinpath(*parts[:depth])))
+    return tuple(found)
 
 
 def _limit(total: int, used: int, source: str, common: bool = False) -> MemoryLimit:
@@ -225,11 +243,6 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _number_in(path: Path) -> int | None:
-    text = text_of(path).strip()
-    return int(text) if text.isdecimal() else None  # v2 writes "max" for no limit
 
 
 def fields_of(path: Path) -> dict[str, int]:
@@ -270,21 +283,22 @@ class Pressure:
 
 def read_pressure(root: Path = Path("/")) -> Pressure:
     """Reads the system's state; takes 0.8 ms on Linux."""
-    folders = list(cgroup_folders(root))
+    folders, level = cgroup_folders(root), pressure_level()
     oom, oom_kill, under_oom = _events(folders)
+    swapped = re.search(r"(?m)^pswpin (\d+)$", text_of(root / "proc/vmstat"))
     return Pressure(
-        limits=memory_limits(root),
-        swap_ins=fields_of(root / "proc/vmstat").get("pswpin"),
+        limits=memory_limits(root, folders),
+        swap_ins=None if swapped is None else int(swapped[1]),
         major_faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
         oom=oom,
         oom_kill=oom_kill,
         under_oom=under_oom,
-        macos_level=mac.pressure_level(),
-        warning_room=warning_room(),
+        macos_level=level,
+        warning_room=None if level is None else warning_room(),
     )
 
 
-def _events(folders: list[tuple[int, Path]]) -> tuple[int, int, bool]:
+def _events(folders: Sequence[tuple[int, Path]]) -> tuple[int, int, bool]:
     """Returns ``oom`` of all the groups, ``oom_kill`` of this process's own, and ``under_oom``, as in ``Pressure``."""
     oom = killed = 0
     under_oom = False
@@ -303,3 +317,30 @@ def _events(folders: list[tuple[int, Path]]) -> tuple[int, int, bool]:
             under_oom = under_oom or bool(counts.get("under_oom"))
         killed += counts.get("oom_kill", 0) if first else 0
     return oom, killed, under_oom
+
+
+# Values that macOS reports through ``sysctlbyname(3)``. Never tried on a Mac.
+
+
+def sysctl(name: str) -> bytes | None:
+    """Returns a sysctl's value; None where it does not exist, as on Linux."""
+    read = getattr(ctypes.CDLL(None), "sysctlbyname", None)
+    if read is None:
+        return None
+    value, size = ctypes.create_string_buffer(_LONGEST), ctypes.c_size_t(_LONGEST)
+    failed = read(name.encode(), value, ctypes.byref(size), None, ctypes.c_size_t(0))
+    return None if failed else value.raw[: size.value]
+
+
+def pressure_level() -> int | None:
+    """Returns 1, ``WARNING`` or ``CRITICAL``; None where unknown (``sysctl_memorystatus_vm_pressure_level`` in xnu's
+    bsd/kern/kern_memorystatus_notify.c)."""
+    level = sysctl("kern.memorystatus_vm_pressure_level")
+    found = None if level is None else int.from_bytes(level, sys.byteorder)
+    return found if found in (1, WARNING, CRITICAL) else None
+
+
+def wired_limit() -> int | None:
+    """Returns the user's limit on bytes that the GPU may wire (``iogpu.wired_limit_mb``); None: macOS decides."""
+    megabytes = int.from_bytes(sysctl("iogpu.wired_limit_mb") or b"", sys.byteorder)
+    return megabytes << 20 if megabytes else None
