@@ -27,6 +27,7 @@ from rank_processes import RankProcesses, WaitingRanks
 
 WITH_RANKS = {
     "test_combinations",
+    "test_launch_models",
     "test_leading",
     "test_rank_drafts",
     "test_rank_folders",

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -487,8 +488,15 @@ def test_what_is_stopped_before_it_has_answered_is_not_waited_for_as_long_as_wha
 
 
 def test_a_host_without_that_python_is_told_which_flag_says_where_it_is(tmp_path: Path) -> None:
-    done = launch(*behind(tmp_path, ["local", "b"], "exec no-such-python"), "--", "/bin/true")
-    assert done.returncode == 1 and "rank 1 (b): " in done.stderr and "; --python PATH says" in done.stderr
+    """And a terminal shows meanwhile whose rank is waited for."""
+    words = [*behind(tmp_path, "ab", "sleep 1; exec no-such-python"), "--", "generate", "m", "-p", "hi"]
+    terminal, end_of_it = pty.openpty()
+    with os.fdopen(terminal, "rb", 0) as shown, os.fdopen(end_of_it, "wb", 0) as errors:
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
+        done = subprocess.run(command(*words), stdin=subprocess.DEVNULL, stderr=errors, env=environment, timeout=60)
+        seen = shown.read(100_000).decode()
+    assert done.returncode == 1 and "waiting for a" in seen, seen
+    assert re.search(r"rank [01] \([ab]\): .*; --python PATH says", seen), seen
 
 
 def test_versions_that_differ_are_reported() -> None:

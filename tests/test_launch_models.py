@@ -20,8 +20,10 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+import rank_work
 from fake_ssh import behind
 from outcore.cli.main import main
+from rank_processes import RankProcesses
 
 ASK = ["-p", "def read_lines(path):", "--ignore-chat-template", "--seed", "1"]
 STREAMED = ["--memory", "30MB", "--resident", "0", "--draft", "none"]
@@ -36,100 +38,83 @@ def spoken(quick_models: Callable[[int], Path], demo_model: Path, tmp_path_facto
     return folder
 
 
-def outcore(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "outcore", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
-    )
-
-
 def by_one(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What the command prints on one machine, which needs no process of its own."""
     assert main([*words]) == 0
     return capsys.readouterr().out
 
 
-def test_several_ranks_give_one_ranks_text(spoken: Path, capsys: Any) -> None:
-    """Of three ranks, and without drafts, test_ranks.py. The text is printed before the launcher's JSON."""
-    words = [
-        "generate",
-        "--model",
-        str(spoken),
-        *ASK,
-        "-m",
-        "6",
-        "--memory",
-        "80MB",
-        "--draft",
-        "self:3",
-        "--temp",
-        "1",
-    ]
-    one = json.loads(by_one(capsys, *words, "--json"))
-    shared = outcore("launch", "--hosts", "local", "-n", "2", "--json", "--", *words)
-    assert shared.returncode == 0, shared.stderr
-    # Standard output holds one line: of the first rank.
-    several = json.loads(shared.stdout)
-    assert several["tokens"] == one["tokens"] and len(one["tokens"]) == 6 and several["text"] in shared.stderr
+def test_several_ranks_give_one_ranks_text(spoken: Path, two: RankProcesses, capsys: Any) -> None:
+    """Of three ranks, and without drafts, test_ranks.py. Of processes of their own,
+    test_several_ranks_hold_one_conversation."""
+    words = ["generate", "--model", str(spoken), *ASK, "-m", "6", "--memory", "80MB", "--temp", "1", "--json"]
+    words += ["--draft", "self:3"]
+    one = json.loads(by_one(capsys, *words))
+    (status, out, err), other = two.run(rank_work.command, words)
+    assert status == 0 and other == (0, "", ""), "the first one prints"
+    several = json.loads(out)
+    assert several["tokens"] == one["tokens"] and len(one["tokens"]) == 6 and several["text"] in err
     # What the first line tells is not told again.
-    assert "layers are this machine's" not in shared.stderr
+    assert "layers are this machine's" not in err
     assert several["draft"] == one["draft"]
     foreseen = several["shared"]
-    assert [part["host"] for part in foreseen["ranks"]] == ["local"] * 2 and "shared" not in one
-    assert "2 machines share the layers" in shared.stderr.splitlines()[0]
+    assert [part["host"] for part in foreseen["ranks"]] == ["host0", "host1"] and "shared" not in one
+    assert err.count("2 machines share the layers") == 1
     assert foreseen["predicted_token_s"] > 0 < foreseen["predicted_ttft_s"] and foreseen["latency_s"] > 0
-    assert [rank["exit_status"] for rank in several["launch"]["ranks"]] == [0, 0]
 
 
-def test_a_quiet_launchers_json_has_what_went_wrong_and_only_that_is_printed(spoken: Path, tmp_path: Path) -> None:
-    """Of a first rank elsewhere, which alone looks for what drafts."""
-    draft = str(tmp_path / "none")
-    words = ["launch", *behind(tmp_path, ["a", "local"]), "--quiet", "--json", "--", "generate"]
-    failed = outcore(*words, "--model", str(spoken), *ASK, "--draft", draft)
-    found = json.loads(failed.stdout)
-    assert failed.returncode == 1 and draft in found["error"] and found["launch"]["failed"] in (0, 1)
-    assert failed.stderr == f"outcore generate: {found['error']}\n"
-
-
-def test_a_plan_over_several_ranks(spoken: Path, tmp_path: Path) -> None:
-    """A line for each rank is printed, by the first. Of one elsewhere a terminal shows that it is waited for."""
+def test_a_plan_over_several_ranks(spoken: Path, two: RankProcesses) -> None:
+    """A line for each rank is printed, by the first."""
     words = ["plan", str(spoken), *STREAMED, "--context", "200", "--no-calibrate"]
-    command = [sys.executable, "-m", "outcore", "launch", *behind(tmp_path, ["a", "b"]), "--", *words]
-    terminal, end_of_it = pty.openpty()
-    with os.fdopen(terminal, "rb", 0) as shown, os.fdopen(end_of_it, "wb", 0) as errors:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=120,
-            env=os.environ | {"TERM": "xterm"},
-        )  # fmt: skip
-        seen = shown.read(100_000).decode()
-    assert done.returncode == 0 and "waiting for a" in seen, seen
-    assert "on 2 machines: predicted" in done.stdout.splitlines()[0]
-    rows = re.findall(r"^rank (\d) \([ab]\): (\d+) layers, ", done.stdout, re.MULTILINE)
+    (status, out, _), other = two.run(rank_work.command, words)
+    assert status == 0 and other == (0, "", "")
+    assert "on 2 machines: predicted" in out.splitlines()[0]
+    rows = re.findall(r"^rank (\d) \(host[01]\): (\d+) layers, ", out, re.MULTILINE)
     assert [rank for rank, _ in rows] == ["0", "1"] and sum(int(layers) for _, layers in rows) == 4
-    assert "Layers lie in " in done.stdout
+    assert "Layers lie in " in out
 
 
-RUN = """
+BROKEN = """
 import os, sys
-from outcore.cli import generate
-from outcore.cli.main import main
+from types import ModuleType
 from outcore.errors import ReadError
 
-def broken(args):
-    raise ReadError("layer 3: the disk is gone")
+def run(args):
+    if os.environ["BROKEN"] == str(args.ranks.rank):
+        raise ReadError("layer 3: the disk is gone")
+    args.ranks.gather(b"")
 
-if os.environ["MLX_RANK"] == "1":
-    generate.run = broken
-sys.exit(main(sys.argv[1:]))
+# Importing what computes takes a second.
+for name, held in ("outcore_cluster.group", lambda link, host: link), ("outcore.cli.generate", run):
+    sys.modules[name] = module = ModuleType(name)
+    setattr(module, "run" if held is run else "RankGroup", held)
 """
 
 
-def test_what_ends_one_rank_is_reported_by_all(spoken: Path) -> None:
-    words = ["generate", "--model", str(spoken), *ASK, *STREAMED, "-m", "1000"]
+def broken(rank: int, folder: Path, *where: str) -> subprocess.CompletedProcess[str]:
+    """How a launch of two ranks ends, one of which fails."""
+    (folder / "sitecustomize.py").write_text(BROKEN)
+    given = ["--env", f"BROKEN={rank}", "--env", f"PYTHONPATH={folder}", "--", "generate", "--model", "m", "-p", "hi"]
+    command = [sys.executable, "-m", "outcore", "launch", *where, *given]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+
+
+def test_what_ends_one_rank_is_reported_by_all(tmp_path: Path) -> None:
     began = time.monotonic()
-    done = outcore("launch", "--hosts", "local,local", "--", sys.executable, "-c", RUN, *words)
-    assert done.returncode == 1 and time.monotonic() - began < 20
-    assert "rank 1 (local): layer 3: the disk is gone" in done.stderr
-    assert "rank 1 (local): outcore generate: layer 3: the disk is gone" in done.stderr
+    done = broken(1, tmp_path, "--hosts", "local,local")
+    assert done.returncode == 1 and time.monotonic() - began < 30
+    assert "outcore generate: rank 1 (local): layer 3: the disk is gone\n" in done.stderr
+
+
+def test_what_the_first_rank_finds_is_reported_once(tmp_path: Path) -> None:
+    """Here, and elsewhere with --quiet and --json: it is in the launcher's JSON, and nothing else is printed."""
+    says = "layer 3: the disk is gone"
+    done = broken(0, tmp_path, "--hosts", "local,local")
+    assert (done.returncode, done.stderr) == (1, f"outcore generate: {says}\n")
+    done = broken(0, tmp_path, *behind(tmp_path, ["a", "local"]), "--quiet", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and found["error"] == says and found["launch"]["failed"] in (0, 1)
+    assert done.stderr == f"outcore generate: {says}\n"
 
 
 def test_ctrl_c_ends_a_text_on_all_ranks(spoken: Path) -> None:
@@ -222,16 +207,9 @@ def test_several_ranks_hold_one_conversation(
     assert "/help lists commands" in seen and "Esc Enter" not in seen and "/save" not in seen
 
 
-def test_what_the_first_rank_finds_is_reported_once(spoken: Path, tmp_path: Path) -> None:
-    (tmp_path / "out.jsonl").write_text("\n")
-    (tmp_path / "in.jsonl").write_text("{}\n")
-    words = ["batch", "--model", str(spoken), "--input", str(tmp_path / "in.jsonl")]
-    done = outcore("launch", "--hosts", "local,local", "--", *words, "--output", str(tmp_path / "out.jsonl"))
-    assert done.returncode in (1, 2) and done.stderr.startswith("outcore batch: --output"), done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_line_that_one_machine_has_no_room_for_is_no_other_lines_harm(spoken: Path, tmp_path: Path) -> None:
+def test_a_line_that_one_machine_has_no_room_for_is_no_other_lines_harm(
+    spoken: Path, two: RankProcesses, tmp_path: Path
+) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     asked = {"small": 3, "huge": 10**8, "another": 5}
     lines = [
@@ -240,9 +218,9 @@ def test_a_line_that_one_machine_has_no_room_for_is_no_other_lines_harm(spoken: 
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ["batch", "--model", str(spoken), "-i", str(source), "-o", str(output), "--memory", "30MB"]
-    done = outcore("launch", "--hosts", "local,local", "--", *words)
+    (status, _, err), other = two.run(rank_work.command, words)
     found = {row["custom_id"]: row for row in map(json.loads, output.read_text().splitlines())}
-    assert done.returncode == 0 and found.keys() == asked.keys(), done.stderr
+    assert status == other[0] == 0 and found.keys() == asked.keys(), err
     assert found["huge"]["error"]["code"] == "insufficient_memory"
     for name in ("small", "another"):
         assert found[name]["response"]["body"]["usage"]["completion_tokens"] == asked[name]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import itertools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +23,7 @@ from mlx_lm.perplexity import eval_ppl
 
 import outcore
 import outcore_cluster.sharing
+from outcore.cli.main import main
 from outcore.decode import one_text, text_drafts
 from outcore.decode.model_runner import ModelRunner
 from outcore.decode.preparation import prepare
@@ -139,6 +143,32 @@ def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, fl
         finally:
             ModelRunner.prompting = prompting  # type: ignore[method-assign]
         return used[0], session.transport.forecast.ttft_s
+
+
+class Joined:
+    """A link that a command may close."""
+
+    def __init__(self, link: Link) -> None:
+        self._link, self.host = link, f"host{link.rank}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    def close(self) -> None: ...
+
+
+def command(link: Link, words: Sequence[str]) -> tuple[int, str, str]:
+    """How ``outcore`` ends as one of the ranks, and what it prints on standard output and error."""
+    outcore_cluster.sharing.share_layers = outcore_cluster.layer_shares.share_layers  # type: ignore[attr-defined, unused-ignore]
+    out, err = io.StringIO(), io.StringIO()
+    own = {"MLX_RANK": str(link.rank), "OUTCORE_MONITOR": "off", "OUTCORE_CONFIG": os.devnull}
+    with (
+        patch("outcore_cluster.launch.as_rank.from_environment", lambda: Joined(link)),
+        patch.dict(os.environ, own),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        return main([*words]), out.getvalue(), err.getvalue()
 
 
 class Told:
