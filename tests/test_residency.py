@@ -93,6 +93,17 @@ def test_tokens_stay_the_same_while_layers_go_and_come_back(
     assert counts[:3] == [first, first + 1, 0] and min(before, 4) <= counts[3] <= min(before, 7)
 
 
+def test_layers_come_back_with_passes_that_share_a_reading(folder: Path) -> None:
+    """As those of a prompt, of drafted tokens, or of several texts: no other may ever be run."""
+    model, tokenizer = outcore.load(str(folder), memory="100MB", resident=4, draft="none", govern=False)
+    with model.outcore as session:
+        assert session.residency.layers.shed(2) == 2 and session.residency.layers.regrow(2) == 2
+        for _ in range(2):  # the first reads them; they stay from the second on
+            list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=1))
+        session.residency.layers.note_arrivals()
+        assert len(session.plan.resident) == 4
+
+
 def test_what_is_shed_is_given_back(folder: Path) -> None:
     model, tokenizer = outcore.load(str(folder), memory="100MB", resident=4, govern=False, draft="none")
     with model.outcore as session:

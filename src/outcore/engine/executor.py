@@ -295,8 +295,6 @@ class LayerExecutor:
             turn.moved = self.moved()
             return
         self.arrive(turn.lease)
-        if turn.lease.unit in self._layers.adopting:
-            self._layers.arrived(turn.lease.unit, turn.lease.slot)
         if not turn.leaving:
             self.hand_over(turn.lease, turn.arrays)
             return
@@ -313,6 +311,8 @@ class LayerExecutor:
     def hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
         """Queues ``arrays``, which are everything derived from the lease's slot, on the device. Then waits for the
         unit before."""
+        if lease.unit in self._layers.adopting:
+            self._layers.arrived(lease.unit, lease.slot)
         if self.undo is not None:
             self.undo.reached(self.undo.moved())
         self._pending.append((lease, arrays))
