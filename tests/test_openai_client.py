@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
-import openai
 import pytest
 from pydantic import BaseModel
 
@@ -18,6 +18,9 @@ from outcore.serve.events import Begun, Called, Event, GenerationRequest, TextPa
 from outcore.serve.site import Site
 from outcore_apis.apis import RESPONSES
 from translated import Said, token
+
+if TYPE_CHECKING:
+    import openai
 
 T = TypeVar("T")
 
@@ -32,6 +35,12 @@ class Place(BaseModel):
 
 PLACE = (TextPart(0, '{"city": "Bonn",'), TextPart(0, ' "people": 3}'))
 CALL = (TextPart(0, reasoning="hm"), Called(0, "look", '{"x": 1}', "call_a"), Called(0, "look", "{}", "call_b", 1))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    """It takes a second to import, and only the process that runs these tests needs it, of all that collect them."""
+    globals()["openai"] = importlib.import_module("openai")
 
 
 def asking(script: Script, work: Callable[[openai.AsyncOpenAI], Awaitable[T]]) -> T:

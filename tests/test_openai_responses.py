@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pydantic
 import pytest
-from openai.types import responses as openai_responses
 
 from outcore import RequestError
 from outcore.serve.api import Defaults, ResponseWriter
@@ -16,6 +16,12 @@ from translated import asked, events, streamed, token
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "look", "description": "d", "parameters": {"type": "object"}, "strict": False}
+
+
+@pytest.fixture(scope="module")
+def client_types() -> Any:
+    """OpenAI's client's own: whoever but collects these tests does without the second in which it is imported."""
+    return importlib.import_module("openai.types.responses")
 
 
 def ask(**body: Any) -> GenerationRequest:
@@ -129,9 +135,9 @@ ANSWERS: dict[str, tuple[tuple[Event, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 @pytest.mark.parametrize("name", ANSWERS)
-def test_every_kind_of_response_is_as_openais_client_has_it(name: str, reason: str) -> None:
-    response = pydantic.TypeAdapter(openai_responses.Response)
-    event = pydantic.TypeAdapter(openai_responses.ResponseStreamEvent)
+def test_every_kind_of_response_is_as_openais_client_has_it(name: str, reason: str, client_types: Any) -> None:
+    response = pydantic.TypeAdapter(client_types.Response)
+    event = pydantic.TypeAdapter(client_types.ResponseStreamEvent)
     said, body = ANSWERS[name]
     found = response.validate_python(whole(*said, body=body, reason=reason), strict=True)
     assert found.status == ("completed" if reason == "stop" else "incomplete")
@@ -291,7 +297,7 @@ def test_what_cannot_be_honoured_is_refused_by_its_place(body: dict[str, Any], p
     assert raised.value.param == param and raised.value.status == 400 and str(raised.value).startswith(param)
 
 
-def test_a_conversation_goes_on_from_its_summary() -> None:
+def test_a_conversation_goes_on_from_its_summary(client_types: Any) -> None:
     turns = [{"role": "user", "content": "Launch on Tuesday."}, {"role": "assistant", "content": "Noted."}]
     made = asked(API, f"{PATH}/compact", {"model": "m", "input": turns, "instructions": "be brief"})
     (request,) = made.requests
@@ -300,7 +306,7 @@ def test_a_conversation_goes_on_from_its_summary() -> None:
     found = made.writer.whole(
         events(TextPart(0, reasoning="hm"), TextPart(0, "The launch is "), TextPart(0, "on Tuesday."))
     )
-    assert openai_responses.CompactedResponse.model_validate(found).output[0].type == "compaction"
+    assert client_types.CompactedResponse.model_validate(found).output[0].type == "compaction"
     assert found["usage"]["total_tokens"] == 12 and not made.writer.streams
     later = ask(input=[*found["output"], {"role": "user", "content": "When?"}]).messages
     assert later[0] == {"role": "system", "content": "The conversation so far: The launch is on Tuesday."}
