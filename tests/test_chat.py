@@ -407,6 +407,7 @@ def test_ctrl_c_stops_an_answer_and_at_the_prompt_it_ends_and_leaves_the_termina
     terminal.wait_for("Ctrl-C again, Ctrl-D or /exit leaves")
     terminal.wait_for(">")
     terminal.process.send_signal(signal.SIGINT)
+    terminal.wait_for("Conversation: 2 answers")
     fd = os.dup(terminal.master)
     assert terminal.end() == 130
     after = termios.tcgetattr(fd)

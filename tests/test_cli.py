@@ -263,11 +263,12 @@ def wait_for(process: subprocess.Popen[str], there: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def assert_interrupted(process: subprocess.Popen[str]) -> None:
+def assert_interrupted(process: subprocess.Popen[str]) -> str:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.rstrip().endswith("interrupted") and "Traceback" not in err
+    return err
 
 
 ENDLESS = [*PROMPT, *STREAMED, "-m", "4000"]
@@ -279,6 +280,13 @@ def test_ctrl_c_before_anything_is_generated_ends_with_130(quick: Path) -> None:
         # From when Outcore, not Python's own start, is there to answer: while it imports MLX.
         wait_for(process, lambda: "libmlx" in Path(f"/proc/{process.pid}/maps").read_text())
         assert_interrupted(process)
+
+
+def test_ctrl_c_in_an_answer_shows_its_summary(quick: Path) -> None:
+    with started("generate", "--model", str(quick), *ENDLESS) as process:
+        assert process.stdout is not None
+        process.stdout.read(20)
+        assert "Generation: " in assert_interrupted(process)
 
 
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="MLX must find a compiler")

@@ -105,6 +105,21 @@ def test_more_tools_than_any_model_can_be_told_of_are_refused(path: str) -> None
     assert told.value.status == 400 and told.value.param == "tools"
 
 
+@pytest.mark.parametrize("path", TOOLS)
+def test_a_tool_takes_an_object(path: str) -> None:
+    def body(schema: Any) -> dict[str, Any]:
+        tool = json.loads(json.dumps(TOOLS[path]).replace("%d", ""))
+        tool.get("function", tool)["input_schema" if path == ANTHROPIC else "parameters"] = schema
+        return messages(USER, 1) | {"input": "x", "tools": [tool]}
+
+    for schema in ({}, {"type": None}, {"type": "object"}, {"type": ["object", "null"]}):
+        assert len(parsed(path, body(schema)).tools) == 1
+    for schema in ({"type": "string"}, {"type": ["array"]}, {"type": 5}, [], "x"):
+        with pytest.raises(RequestError, match="object") as refused:
+            parsed(path, body(schema))
+        assert refused.value.status == 400
+
+
 @pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC, OLLAMA])
 def test_a_stop_string_has_a_thousand_characters_at_most(path: str) -> None:
     def body(stop: str) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def test_a_browser_gets_the_page_and_programs_a_line() -> None:
             policy = found.headers["content-security-policy"]
             assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
             assert "require-trusted-types-for 'script'" in policy, "text could become elements in another way"
+            assert found.headers["x-dns-prefetch-control"] == "off", "names in an answer would be looked up"
             for inside in Elements(found.text).outside:
                 part = await client.get(f"{server.url}/{inside.partition('=')[2]}")
                 kind = "text/css" if inside.startswith("link") else "text/javascript"

@@ -119,3 +119,13 @@ def test_generate_answers_what_is_piped_and_refuses_nothing(
         found.append(json.loads(capsys.readouterr().out))
     assert found[0]["tokens"] == found[1]["tokens"] and found[2]["prompt_tokens"] > 0
     assert found[3]["error"] == "no prompt: give --prompt TEXT, or pipe text in; outcore chat asks for it"
+
+
+@pytest.mark.parametrize("more", [["generate"], ["cache-prompt", "--prompt-cache-file", "x.safetensors"]])
+def test_a_text_far_beyond_the_models_context_is_refused_before_it_is_tokenized(
+    quick_models: Callable[[int], Path], more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokenizing takes two hundred times the text's memory."""
+    words = [*more, str(quick_models(2)), "-p", "x" * (16 * 4096 + 1)]
+    assert main(words) == 1
+    assert "this model's context is 4096 tokens: shorten it" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_the_journal_has_a_line_for_each_request_to_a_model_and_each_refused_one
         async with running(script) as server:
             lines: list[str] = []
             server.site.journal = lines.append
-            await ask(server, "POST", "/v1/say", prompt="a")
+            await ask(server, "POST", "/v1/say", prompt="a", model="gpt-4o")
             await ask(server, "GET", "/v1/models")
             await ask(server, "GET", "/no%0Away")
             await ask(server, "POST", "/v1/say")
@@ -85,7 +85,7 @@ def test_the_journal_has_a_line_for_each_request_to_a_model_and_each_refused_one
     lines = asyncio.run(test())
     assert all(re.fullmatch(r"[-\d]{10} [:\d]{8}  127\.0\.0\.1  .*", line) for line in lines)
     assert [line.split("  ", 2)[2] for line in lines] == [
-        "fake  in 5  cached 3  out 9  4.00 tok/s  200 POST /v1/say",
+        "fake for gpt-4o  in 5  cached 3  out 9  4.00 tok/s  200 POST /v1/say",
         "404 GET /no way  no such address",
         "400 POST /v1/say  prompt: a text is needed",
         "403 GET /  the host name 'evil.example' is not allowed; add it with --allowed-hosts",

@@ -342,6 +342,25 @@ def test_conversations_files_and_exports(page: Page) -> None:
     assert page.texts("#chats a") == ["Another <one>"]
 
 
+def test_a_conversation_that_another_tab_deletes_does_not_come_back_with_its_answer(page: Page) -> None:
+    page.service.text, page.service.pace_s = "word " * 2000, 0.02
+    page.send("Long, please", wait=False)
+    page.until("document.querySelector('.busy') && document.querySelector('.assistant .text').textContent.length > 20")
+    page.run("t.remove()")
+    page.until("!document.querySelector('#chats a') && !document.querySelector('.said')")
+    page.done()
+    assert page.run("t.stored()") == 0
+
+
+def test_an_imported_conversation_has_an_address(page: Page) -> None:
+    said = [{"role": "user", "content": "Hello"}]
+    page.give("chats-file", ("c.json", json.dumps({"chats": [{"id": 5, "title": "Five", "messages": said}]})))
+    page.until("document.querySelectorAll('.said').length === 1")
+    page.tab.press("O", modifiers=10)
+    page.run("t.click('#chats a')")
+    page.until("document.querySelectorAll('.said').length === 1")
+
+
 def test_nothing_that_is_said_runs(page: Page) -> None:
     everything = "\n\n".join((*PAYLOADS, *FENCES))
     page.service.names, page.service.text = ("fake", *PAYLOADS), everything

@@ -53,7 +53,7 @@ class MessageParam(requests.Part):
 
 class AnthropicTool(requests.Function):
     type: str = "custom"
-    input_schema: dict[str, Any] | None = None
+    input_schema: requests.Parameters | None = None
 
 
 class ToolChoice(requests.Part):

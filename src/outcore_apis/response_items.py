@@ -36,7 +36,7 @@ class ResponseTool(requests.Part):
     type: str
     name: str = ""
     description: str = ""
-    parameters: dict[str, Any] | None = None
+    parameters: requests.Parameters | None = None
     strict: bool = False
     format: ToolFormat | None = None
     tools: list[ResponseTool] = []

@@ -178,6 +178,7 @@ HEADERS = {
     "trusted-types dompurify",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    "X-DNS-Prefetch-Control": "off",  # of links in answers, whose names would tell what is said
 }
 
 

@@ -139,7 +139,8 @@ def parse(request: HttpRequest) -> ParsedRequest:
         raise RequestError("prompt: a text is needed", param="prompt")
     if prompt == "crash":
         raise ZeroDivisionError("a bug")
-    return ParsedRequest((GenerationRequest(prompt=prompt),), FakeAnswering(request.body))
+    asked = GenerationRequest(prompt=prompt, model=request.body.get("model", ""))
+    return ParsedRequest((asked,), FakeAnswering(request.body))
 
 
 def listed(request: HttpRequest) -> dict[str, Any]:

@@ -31,6 +31,14 @@ window.t = {
     await keep(chat);
     new BroadcastChannel("outcore").postMessage(chat.id);
   },
+  // The only conversation, which another tab deletes.
+  async remove() {
+    const {forget, stored} = await import("/page/store.js");
+    const [{id}] = await stored();
+    await forget(id);
+    new BroadcastChannel("outcore").postMessage({gone: id});
+  },
+  async stored() { return (await (await import("/page/store.js")).stored()).length; },
   // Elements and attributes that could do something, in what is said, listed, chosen or told.
   harmful() {
     const tags = new Set(("a article blockquote br button code details div em footer h1 h2 h3 hr input li ol option p pre s " +

@@ -53,14 +53,22 @@ def run(args: argparse.Namespace) -> None:
             if path is not None and kept.resume(path) and args.system_prompt:
                 tell("outcore chat: --system-prompt ignored: the session keeps the one that it began with")
             del kept  # it refers to the model, which /model frees
-            with closing(shared_lines(commands.chat.agreement)) as messages:
-                for line in messages:
-                    if not commands.handle(line):
-                        break
-            record, session = commands.chat.record(), commands.chat.session
-            answers, tokens = counted(len(commands.chat.turns), "answer"), counted(record["generation_tokens"], "token")
-            print_summary([f"Conversation: {answers}, {tokens}"], session)
-            args.result.record = record | engine_record(session)
+            try:
+                with closing(shared_lines(commands.chat.agreement)) as messages:
+                    for line in messages:
+                        if not commands.handle(line):
+                            break
+            except KeyboardInterrupt:
+                _report(args, commands.chat)
+                raise
+            _report(args, commands.chat)
+
+
+def _report(args: argparse.Namespace, chat: Chat) -> None:
+    record = chat.record()
+    answers, tokens = counted(len(chat.turns), "answer"), counted(record["generation_tokens"], "token")
+    print_summary([f"Conversation: {answers}, {tokens}"], chat.session)
+    args.result.record = record | engine_record(chat.session)
 
 
 def prepared(args: argparse.Namespace, bar: ProgressBar) -> Callable[[], Chat]:

@@ -12,15 +12,18 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.find_model import resolve_model
+from ..checkpoint.positions import config_of, longest_context
 from ..checkpoint.prompt_cache import PromptCacheFile, open_prompt_cache
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import whole
 from ..decode.generate import stream_generate
 from ..decode.loader import load_model
 from ..decode.prompt import cached_tokens
+from ..engine.session import Session
 from ..errors import UsageError
 from ..machine.settings import setting
 from ..modules.cache_check import check_cache
+from ..serve.prompting import check_characters
 from ..sizes import format_size
 from ..text import counted
 from .engine import (
@@ -48,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
         mx.random.seed(whole("--seed", args.seed, 0, 2**64 - 1))
     cache, settings = prompt_cache(args)
     folder, tokenizer = open_tokenizer(args, settings, template=not args.ignore_chat_template, cached=cache is not None)
+    check_characters(len(args.prompt), longest_context(config_of(folder)))
     prompt = encode_prompt(tokenizer, args, in_cache=cache is not None)
     if not prompt:
         raise UsageError("--prompt: empty; give at least one token")
@@ -67,18 +71,29 @@ def run(args: argparse.Namespace) -> None:
             check_cache(session.forms, cache, f"--prompt-cache-file {args.prompt_cache_file}")
             options = generation_options(args, tokenizer) | {"prompt_cache": cache}
             begun, answer = prefill_progress(bar, session), AnswerOutput()
-            for _ in answer.shown(stream_generate(model, tokenizer, prompt, **options), args.preset.stop, begun):
-                pass
-            print(flush=True)
-            note_unquantized(args, session, held + len(prompt) + len(answer.tokens))
-            r = answer.record()
-            if args.verbose:
-                lines = [
-                    f"Prompt: {counted(r['prompt_tokens'], 'token')}, {r['ttft_s']:.2f} s to the first token",
-                    f"Generation: {counted(len(r['tokens']), 'token')}, {r['generation_tps']:.3f} tokens per second",
-                ]
-                print_summary(lines, session)
-            args.result.record = r | engine_record(session)
+            try:
+                for _ in answer.shown(stream_generate(model, tokenizer, prompt, **options), args.preset.stop, begun):
+                    pass
+            except KeyboardInterrupt:
+                answer.finish = "interrupted"
+                if answer.tokens:
+                    _report(args, session, answer, held + len(prompt))
+                raise
+            _report(args, session, answer, held + len(prompt))
+
+
+def _report(args: argparse.Namespace, session: Session, answer: AnswerOutput, before: int) -> None:
+    """Prints the summary of an answer after ``before`` tokens, and makes the JSON document."""
+    print(flush=True)
+    note_unquantized(args, session, before + len(answer.tokens))
+    r = answer.record()
+    if args.verbose:
+        lines = [
+            f"Prompt: {counted(r['prompt_tokens'], 'token')}, {r['ttft_s']:.2f} s to the first token",
+            f"Generation: {counted(len(r['tokens']), 'token')}, {r['generation_tps']:.3f} tokens per second",
+        ]
+        print_summary(lines, session)
+    args.result.record = r | engine_record(session)
 
 
 def prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, Any]]:
@@ -128,6 +143,7 @@ def cache_prompt(args: argparse.Namespace) -> None:
         settings["eos_token"] = args.eos_token
     tokenizer = load_tokenizer(folder, settings)
     text = prompt_text(args.prompt)
+    check_characters(len(text), longest_context(config_of(folder)))
     if tokenizer.has_chat_template:
         # The message is left unfinished, as in mlx-lm.
         text = rendered(tokenizer, [{"role": "user", "content": text}], continue_final_message=True)

@@ -133,6 +133,7 @@ def show(
     if quiet:
         return record
     items = [(name, format_size(nbytes)) for name, nbytes in record["items"].items()]
+    items = [(f"{name} of {plan.context}" if name == "context" else name, size) for name, size in items]
     out.print(listing([*items, ("together", format_size(plan.peak_bytes))], "right"))
     if len(rising) > 1:
         # If computing is the limit everywhere, all rows are about as fast: a few are enough.

@@ -93,12 +93,14 @@ class Seen:
     status: int = 0
     complete: bool = False
     model: str = ""
+    asked: str = ""  # the model that the request named
     why: str = ""  # it was refused
     begun: Begun | Finished | None = None
     finished: Finished | None = None
 
     def line(self, scope: Scope) -> str:
-        parts = [time.strftime("%Y-%m-%d %H:%M:%S"), (scope.get("client") or "-")[0], shortened(self.model)]
+        other = f" for {shortened(self.asked, 80)}" if self.asked not in ("", self.model) else ""
+        parts = [time.strftime("%Y-%m-%d %H:%M:%S"), (scope.get("client") or "-")[0], shortened(self.model) + other]
         if self.begun is not None:
             parts.append(f"in {self.begun.prompt_tokens}  cached {self.begun.cached_tokens}")
         if (end := self.finished) is not None:
@@ -197,7 +199,8 @@ class Address:
                 await json_response(made)(http.scope, http.receive, send)
                 return
             seen = http.scope["outcore.seen"]
-            seen.model = made.requests[0].model or "-"
+            seen.asked = made.requests[0].model
+            seen.model = seen.asked or "-"
             await _deliver(self._events(made, body, began, seen), made.writer, send, site, api)
 
         await _while_connected(respond(), http.receive)

@@ -101,9 +101,9 @@ class Prompter:
         if bias := request.sampling.logit_bias:
             check_known(list(bias), self._ids, "logit_bias")
         if most is not None:
-            _check_characters(sum(len(m.get("content") or "") + CHARACTERS for m in request.messages or ()), most)
-            _check_characters(len(request.prompt or "") * (1 if isinstance(request.prompt, str) else CHARACTERS), most)
-            _check_characters(extent(request.tools, most * CHARACTERS), most, "tools")
+            check_characters(sum(len(m.get("content") or "") + CHARACTERS for m in request.messages or ()), most)
+            check_characters(len(request.prompt or "") * (1 if isinstance(request.prompt, str) else CHARACTERS), most)
+            check_characters(extent(request.tools, most * CHARACTERS), most, "tools")
         return self._chat(request, most) if request.messages is not None else self._text(request)
 
     def _text(self, request: GenerationRequest) -> Prompt:
@@ -119,7 +119,7 @@ class Prompter:
     def _chat(self, request: GenerationRequest, most: int | None) -> Prompt:
         tools = _tools(request)
         text = self._template.render(request, tools)
-        _check_characters(len(text), most)
+        check_characters(len(text), most)
         tokens = encode_rendered(self.tokenizer, text)
         check_known(tokens, self._ids, "messages")
         thinking = self._thinks(request, text)
@@ -199,7 +199,8 @@ def extent(value: Any, most: int) -> int:
     return count
 
 
-def _check_characters(characters: int, most: int | None, what: str = "the prompt") -> None:
+def check_characters(characters: int, most: int | None, what: str = "the prompt") -> None:
+    """Refuses, before it is tokenized, a text that ``most`` tokens cannot hold: tokenizing takes 200 bytes for each."""
     if most is not None and characters > most * CHARACTERS:
         tokens = characters // CHARACTERS
         raise too_long(f"{what}: at least {characters} characters and {tokens} tokens", tokens, most)

@@ -188,10 +188,20 @@ def sampling_of(body: Part, default: Sampling) -> Sampling:
     return replace(default, **given)
 
 
+def _arguments(schema: dict[str, Any]) -> dict[str, Any]:
+    kind = schema.get("type") or "object"
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        raise _value_error('a tool takes an object of arguments: the schema\'s type must be "object"')
+    return schema
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(_arguments)]
+
+
 class Function(Part):
     name: Name
     description: str = ""
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool = False
 
     def tool(self, **changes: Any) -> dict[str, Any]:

@@ -36,7 +36,8 @@ async function save(one) {
 }
 // What another tab has changed; what this one is answering is its own.
 const tabs = new BroadcastChannel("outcore");
-tabs.addEventListener("message", async () => {
+tabs.addEventListener("message", async ({data}) => {
+  if (data.gone) await drop(data.gone);
   const found = await stored().catch(() => null);
   if (!found) return;
   const own = chats.filter(one => answers.has(one.id));
@@ -79,11 +80,15 @@ function rename(one, link) {
     if (event.key === "Escape") { event.stopPropagation(); end(false); }
   });
 }
+async function drop(id) {
+  answers.get(id)?.abort();
+  chats = chats.filter(other => other.id !== id);
+  await forget(id).catch(() => {});  // an answer in this tab may have kept it after another tab deleted it
+  if (chat.id === id) open(newChat(chat)); else listChats();
+}
 async function remove(one) {
-  answers.get(one.id)?.abort();
-  chats = chats.filter(other => other !== one);
-  await forget(one.id).then(() => tabs.postMessage(one.id), () => {});
-  if (one === chat) open(newChat(chat)); else listChats();
+  await drop(one.id);
+  tabs.postMessage({gone: one.id});
   notice(`“${one.title || "Conversation"}” is deleted.`, button("Undo", () => { save(one); open(one); notice(""); }));
 }
 function open(one) {
@@ -307,7 +312,7 @@ async function stream(one, message, body, signal, run) {
     }
     draw(one, message);
     // A page that is closed in the middle of an answer finds what there was.
-    if (Date.now() - run.kept > 1000) { run.kept = Date.now(); keep(one).catch(() => {}); }
+    if (Date.now() - run.kept > 1000 && chats.includes(one)) { run.kept = Date.now(); keep(one).catch(() => {}); }
   }
   if (!run.end) throw new Error("The server ended in the middle of the answer.");
 }

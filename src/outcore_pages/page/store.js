@@ -43,7 +43,7 @@ export function checked(value) {
   }));
   const chat = newChat({model: text(value, "model"), system: text(value, "system"),
     temperature: number(value, "temperature"), tokens: number(value, "tokens")});
-  return {...chat, id: /^[\w-]{1,64}$/.test(value.id) ? value.id : chat.id, title: text(value, "title").slice(0, 200),
+  return {...chat, id: /^[\w-]{1,64}$/.test(text(value, "id")) ? value.id : chat.id, title: text(value, "title").slice(0, 200),
     changed: number(value, "changed") || chat.changed, messages};
 }
 
