@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.utils
 import pytest
 
+import kept_tokenizers
 import quick_compiler
 import quick_transformers
 import zoo
@@ -39,6 +41,8 @@ WITH_RANKS = {
 LIMITS = mx.set_memory_limit(2**40), mx.set_cache_limit(2**30)
 mx.set_memory_limit(LIMITS[0])
 mx.set_cache_limit(LIMITS[1])
+
+vars(mlx_lm.utils)["_load_tokenizer"] = kept_tokenizers.keeping(mlx_lm.utils._load_tokenizer)
 
 
 def pytest_configure(config: pytest.Config) -> None:
