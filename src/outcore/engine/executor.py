@@ -280,7 +280,8 @@ class LayerExecutor:
         lease = ring.take(unit)
         if not lease.read.ready:
             # Compute the resident layers before this one, which are in the graph of its inputs, during the read.
-            self.settle()
+            if not self._transport.alone:
+                self.settle()
             # Leave caches out, so that their buffers can be reused.
             mx.async_eval([a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)])
         if self._evaluates:
@@ -356,8 +357,6 @@ class LayerExecutor:
     # Other ranks
 
     def settle(self) -> None:
-        if self._transport.alone:
-            return
         if self._transport.waits:
             # The thread waits anyway, so release the slot that is being computed from for the next read.
             self.drain()

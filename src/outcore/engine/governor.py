@@ -25,6 +25,7 @@ import mlx.core as mx
 
 from ..errors import BudgetError
 from ..machine.memory import CRITICAL, WARNING, MemoryLimit, Pressure, read_pressure
+from ..plan.plan import Plan
 from ..sizes import format_size
 from .residency import Residency
 
@@ -143,8 +144,8 @@ class Governor:
             self._pass_ended or pass_s is not None,
         )
         ran_out = _ran_out(self._seen[-1][2] if self._seen else pressure, pressure)
-        lately = self._taken_lately(now, pressure, held, limit.source)
-        self._note_paging(now, pressure)
+        lately = self._taken_lately(now, pressure, held, limit)
+        self._note_paging(now, pressure, limit)
         self._had_room = self._had_room or limit.available >= STARVED * wanted
         if self._shed_at is not None and now - self._shed_at >= 2 * MOST_CALM_S:
             self._calm_s, self._grown, self._shed_at = CALM_S, False, None  # forget old failures
@@ -161,7 +162,7 @@ class Governor:
         if why:
             return Decision(held, held - min(missing, spare), why)
         return Decision(
-            held, held + self._growth(now, pressure, spare, away, max(needed, promised)), "there is room again"
+            held, held + self._growth(now, pressure, limit, spare, away, max(needed, promised)), "there is room again"
         )
 
     def acted(self, now: float, pressure: Pressure, decision: Decision) -> None:
@@ -209,7 +210,7 @@ class Governor:
             return 0, ""
         return (max(1, int((spare + sum(away)) * SHARE)) if settled else 0), why
 
-    def _note_paging(self, now: float, pressure: Pressure) -> None:
+    def _note_paging(self, now: float, pressure: Pressure, limit: MemoryLimit) -> None:
         """Updates how long memory has been paged. Two of three signs must agree (faults, swapping, little room), as
         loading a library causes faults too, and other processes swap."""
         began, base = self._window = self._window or (now, pressure)
@@ -218,23 +219,25 @@ class Governor:
         self._window = (now, pressure)
         faulting = pressure.major_faults - base.major_faults >= PAGING * seconds
         self._swapping = (pressure.swap_ins or 0) - (base.swap_ins or 0) >= PAGING * seconds
-        short = any(x.available < 2 * reserve(x) for x in pressure.limits)
+        short = limit.available < 2 * reserve(limit)
         self._paging_s = self._paging_s + seconds if faulting + self._swapping + short >= 2 else 0.0
 
-    def _taken_lately(self, now: float, pressure: Pressure, held: int, source: str) -> int:
-        """Returns how many bytes of the limit ``source`` other processes took during the last two passes and a second.
+    def _taken_lately(self, now: float, pressure: Pressure, held: int, limit: MemoryLimit) -> int:
+        """Returns how many bytes of ``limit`` other processes took during the last two passes and a second.
 
         What this model frees may not show in that limit (a GPU's memory is no part of the machine's). So the smaller
         of two estimates is returned, one that counts this model's bytes and one that does not.
         """
         while self._seen and now - self._seen[0][0] > 2 * self._pass_s + LOOK_S:
             self._seen.popleft()
-        free = next(x.available for x in pressure.limits if x.source == source)
-        lost = [
-            (x.available - free, before - held) for _, before, p in self._seen for x in p.limits if x.source == source
-        ]
+        lately = 0
+        for _, before, seen in self._seen:
+            for x in seen.limits:
+                if x.source == limit.source:
+                    less = x.available - limit.available
+                    lately = max(lately, min(less, less + before - held))
         self._seen.append((now, held, pressure))
-        return max([0, *(min(less, less + given) for less, given in lost)])
+        return lately
 
     def _hopeless(self, now: float, limit: MemoryLimit, lately: int) -> bool:
         """Whether the run must end for lack of memory. If it never had more room, it goes on: that may be enough."""
@@ -247,7 +250,9 @@ class Governor:
         # If other processes keep taking memory, there may be no time for another reading.
         return now - since >= LOOK_S if low else now - since >= 2 * ALERT_S and free < then
 
-    def _growth(self, now: float, pressure: Pressure, spare: int, away: Sequence[int], promised: int) -> int:
+    def _growth(
+        self, now: float, pressure: Pressure, limit: MemoryLimit, spare: int, away: Sequence[int], promised: int
+    ) -> int:
         if self._swapping or self._paging_s:
             self._calm_since = None
         elif self._calm_since is None:
@@ -255,7 +260,7 @@ class Governor:
         calm_s = CALM_S if self._grown else self._calm_s
         if not away or not self._pass_ended or self._calm_since is None or now - self._calm_since < calm_s:
             return 0
-        free = min(x.available - 2 * reserve(x) for x in pressure.limits)
+        free = limit.available - 2 * reserve(limit)
         if pressure.warning_room is not None:
             # Weights that are taken back are wired, and may cause a warning for which they are shed again.
             free = min(free, pressure.warning_room)
@@ -306,6 +311,7 @@ class Watch:
         self._since = 0  # passes since the last reading
         self._ended = False  # whether a pass has ended since the last reading
         self._pending: Decision | None = None  # decided in the middle of a pass
+        self._movable: tuple[Plan, object, tuple[int, list[int]]] | None = None
         self.attach()
 
     def attach(self) -> None:
@@ -352,7 +358,11 @@ class Watch:
         needed = 0 if prompt else max(0, plan.activation_bytes - kept)
         pass_s = streaming.pass_s if streaming is not None and self._ended else None
         self._since, self._ended = 0, False
-        spare, away = layers.movable()
+        # Cached, as planning is slow.
+        state = len(layers.shed_layers), layers.draft is None, streaming is None
+        if self._movable is None or self._movable[0] is not plan or self._movable[1] != state:
+            self._movable = plan, state, layers.movable()
+        spare, away = self._movable[2]
         return self.governor.decide(
             self._clock(),
             self._read(),

@@ -110,7 +110,6 @@ class ResidentLayers:
         self.draft: DroppableDraft | None = None
         self.given_up: tuple[DroppableDraft, bool] | None = None
         self._wide: tuple[int, int] | None = None  # number and bytes of the slots before they were made smaller
-        self._movable: tuple[Plan, object, tuple[int, list[int]]] | None = None
 
     @property
     def expert_caches(self) -> ExpertCacheSizes | None:
@@ -140,21 +139,15 @@ class ResidentLayers:
         The former are those of resident layers or expert caches; without any, those of the draft; or else of slots.
         """
         plan, session = self.session.plan, self.session
-        # Cached, as planning is slow and this is called at every reading of memory.
-        state = len(self.shed_layers), self.draft is None, session.streaming is None
-        if self._movable is None or self._movable[0] is not plan or self._movable[1] != state:
-            if (caches := self.expert_caches) is not None:
-                spare, away = sum(caches.spare), caches.returning
-            else:
-                away = [self.nbytes([i]) for i in self.returning()]
-                if (layers := self.sheddable) or not plan.streams or session.streaming is None:
-                    spare = self.nbytes(layers)
-                elif self.draft is not None:
-                    spare = self.draft.draft.weights
-                else:
-                    spare = max(0, plan.peak_bytes - self._without_residents(0).peak_bytes)
-            self._movable = plan, state, (spare, away)
-        return self._movable[2]
+        if (caches := self.expert_caches) is not None:
+            return sum(caches.spare), caches.returning
+        if (layers := self.sheddable) or not plan.streams or session.streaming is None:
+            spare = self.nbytes(layers)
+        elif self.draft is not None:
+            spare = self.draft.draft.weights
+        else:
+            spare = max(0, plan.peak_bytes - self._without_residents(0).peak_bytes)
+        return spare, [self.nbytes([i]) for i in self.returning()]
 
     def give(self, nbytes: int) -> tuple[int, str]:
         """Gives up ``nbytes`` bytes, or as many as there are. Returns how many layers or expert slots were shed, and a

@@ -157,7 +157,8 @@ class Streaming:
         with self.exclusive, self.transaction(caches, 2 if ids is None else ids.shape[1]):
             self._begin_pass(None if ids is None else ids.size)
             out = original(*args, **kwargs)
-            self._executor.settle()
+            if not self._transport.alone:
+                self._executor.settle()
             self._end_pass()
             if ids is not None and ids.shape[1] == 1:
                 # Release the last unit's slot while the head and the resident layers behind it are computed: for one

@@ -114,18 +114,6 @@ class Exclusive:
         held.__exit__(kind, error, trace)
 
 
-def only(holder: threading.Thread) -> None:
-    """Checks that the thread that began a text continues it.
-
-    Raises:
-        BusyError: this is another thread.
-    """
-    if threading.current_thread() is not holder:
-        raise BusyError(
-            f"this text was begun by thread {holder.name!r}; MLX's streams belong to threads: go on with it there"
-        )
-
-
 def served(
     exclusive: Exclusive, steps: Generator[Item, None, None], is_last: Callable[[Item], bool] = lambda _: False
 ) -> Iterator[Item]:
@@ -145,7 +133,9 @@ def served(
     late: BaseException | None = None
     try:
         while True:
-            only(holder)
+            if threading.current_thread() is not holder:
+                whose = f"this text was begun by thread {holder.name!r}"
+                raise BusyError(f"{whose}; MLX's streams belong to threads: go on with it there")
             made = False
             try:
                 with exclusive:

@@ -198,7 +198,9 @@ def cgroup_limits(root: Path = Path("/"), folders: Sequence[tuple[int, Path]] | 
         if (above := stat.get("hierarchical_memory_limit")) is not None and totals and above < totals[0][0]:
             totals.append((above, "memory.stat hierarchical_memory_limit"))
         used = int(held) - stat.get(f"{total_}inactive_file", 0) - stat.get(f"{total_}active_file", 0)
-        found += [_limit(n, used, f"{shown}/{name}") for n, name in totals if n < _UNLIMITED]
+        for total, name in totals:
+            if total < _UNLIMITED:
+                found.append(_limit(total, used, f"{shown}/{name}"))
     return tuple(found)
 
 
@@ -247,7 +249,12 @@ def text_of(path: Path) -> str:
 
 def fields_of(path: Path) -> dict[str, int]:
     """Parses `key value` and `Key:  value kB` lines, as in memory.stat and /proc/self/status; skips others."""
-    return {key: int(number) for key, number in re.findall(r"(?m)^(\w[^\s:]*):?\s+(\d+)(?!\S)", text_of(path))}
+    found = {}
+    for line in text_of(path).splitlines():
+        key, number = (*line.split(maxsplit=2), "", "")[:2]
+        if number.isdecimal():
+            found[key.removesuffix(":")] = int(number)
+    return found
 
 
 @dataclass(frozen=True)
