@@ -36,7 +36,8 @@ from outcore.cli import answers
 from outcore.cli import chat as chat_module
 from outcore.cli import terminal as terminal_module
 from outcore.cli.answers import KeptChat
-from outcore.cli.chat import session_file
+from outcore.cli.chat import session_file, shared_lines
+from outcore.cli.commands import TYPED_ELSEWHERE
 from outcore.cli.console import BrokenLines
 from outcore.cli.engine import interruptible
 from outcore.cli.main import main
@@ -44,6 +45,7 @@ from outcore.decode import prefix_cache, text_drafts
 from outcore.decode.conversation import ChatTemplate
 from outcore.decode.preparation import prepare
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
+from outcore.engine.transport import Agreement
 from outcore.errors import BudgetError, CheckpointError, UsageError
 from outcore.machine.cache_folder import cache_dir
 from outcore_kv.scratch import Scratch
@@ -437,6 +439,36 @@ def test_ctrl_c_clears_a_line_and_leaves_only_from_an_empty_one(
     with pytest.raises(KeyboardInterrupt):
         next(messages)
     assert [*begun] == [] and capsys.readouterr().err.count("/exit leaves") == 3
+
+
+def test_ctrl_c_right_after_a_message_stops_its_answer_and_not_the_chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of lines that were typed at a launcher's terminal; those of a pipe nobody has in his hand."""
+    given = iter(["", "hi\n", "", "/set temp 1\n", "", ""])  # Ctrl-C is pressed where there is nothing
+
+    def readline() -> str:
+        if line := next(given):
+            return line
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(readline=readline, isatty=lambda: False))
+    monkeypatch.setenv(TYPED_ELSEWHERE, "1")
+    with heard():
+        handler = signal.getsignal(signal.SIGINT)
+        messages = shared_lines(Agreement())
+        assert next(messages) == "hi"
+        signal.raise_signal(signal.SIGINT)
+        with interruptible() as pressed:
+            assert pressed()
+        assert next(messages) == "/set temp 1" and signal.getsignal(signal.SIGINT) is handler
+        with pytest.raises(KeyboardInterrupt):
+            next(messages)
+    assert [*given] == [] and capsys.readouterr().err.count("/exit leaves") == 3
+    given = iter([""])
+    monkeypatch.delenv(TYPED_ELSEWHERE)
+    with pytest.raises(KeyboardInterrupt):
+        next(shared_lines(Agreement()))
 
 
 class Spoken:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,8 +25,17 @@ from ..machine.cache_folder import SESSIONS, make_cache, require_own
 from ..text import counted, shortened
 from .answers import Chat
 from .chat_commands import Commands
-from .commands import TYPED_ELSEWHERE
-from .engine import ProgressBar, draft_tokens, engine_record, generation_options, open_tokenizer, print_summary, watched
+from .commands import LEAVES, TYPED_ELSEWHERE
+from .engine import (
+    ProgressBar,
+    draft_tokens,
+    engine_record,
+    generation_options,
+    interruptible,
+    open_tokenizer,
+    print_summary,
+    watched,
+)
 from .flags import loading_options, model_name, template_options, text_of
 from .output import tell
 
@@ -139,9 +148,17 @@ def session_file(name: str | None) -> Iterator[Path | None]:
 
 
 def shared_lines(agreement: Agreement) -> Generator[str, None, None]:
-    with closing(lines()) as typed:
+    with closing(lines()) as typed, ExitStack() as answering:
+
+        def read() -> str:
+            answering.close()
+            # From here to the next message Ctrl-C only stops what is done with this one; a command it ends.
+            if (line := next(typed, None)) is not None and not line.startswith("/"):
+                answering.enter_context(interruptible())
+            return json.dumps(line)
+
         # Only the first rank calls the function, and so reads its input.
-        while (line := json.loads(agreement.text(lambda: json.dumps(next(typed, None))))) is not None:
+        while (line := json.loads(agreement.text(read))) is not None:
             yield line
 
 
@@ -154,6 +171,19 @@ def lines() -> Generator[str, None, None]:
 
         yield from typed(on_error=not sys.stdout.isatty())
         return
-    for line in iter(sys.stdin.readline, ""):
+    pressed = TYPED_ELSEWHERE not in os.environ
+    while True:
+        try:
+            line = sys.stdin.readline()
+        except KeyboardInterrupt:
+            # As in ``typed``: somebody sits at a terminal, and may have meant the answer before.
+            if pressed:
+                raise
+            pressed = True
+            tell(LEAVES)
+            continue
+        pressed = TYPED_ELSEWHERE not in os.environ
+        if not line:
+            return
         if line.strip():
             yield line.removesuffix("\n")

@@ -41,6 +41,9 @@ RANKS = "MLX_RANK", "OMPI_COMM_WORLD_RANK"
 # Environment variable that is set when standard input carries lines typed at a launcher's terminal.
 TYPED_ELSEWHERE = "OUTCORE_RANK_TYPED"
 
+# What a chat says at the first Ctrl-C while it waits for a message.
+LEAVES = "Ctrl-C again, Ctrl-D or /exit leaves"
+
 # Headings of the help, in the order of use.
 GET, RUN = "get and choose a model", "run a model"
 LOOK, KEEP = "look at what runs, and at this machine", "manage files on this machine"

@@ -297,12 +297,20 @@ class AnswerOutput:
         }
 
 
+# How often Ctrl-C was pressed in the block of ``interruptible`` that is open; None: none is.
+_pressed: list[int] | None = None
+
+
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Yields a function that tells whether Ctrl-C was pressed inside the block.
+    """Yields a function that tells whether Ctrl-C was pressed inside the block, or in the block around it.
 
     Only a second Ctrl-C raises KeyboardInterrupt. A process that ignores Ctrl-C, as in the background, still does.
     """
+    global _pressed
+    if (around := _pressed) is not None:
+        yield lambda: bool(around)
+        return
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if ignored or threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -314,7 +322,9 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
     before = signal.signal(signal.SIGINT, note)
+    _pressed = received
     try:
         yield lambda: bool(received)
     finally:
+        _pressed = None
         signal.signal(signal.SIGINT, before)

@@ -14,6 +14,7 @@ from prompt_toolkit.output import create_output
 
 from ..errors import StoreError
 from ..machine.cache_folder import make_cache
+from .commands import LEAVES
 
 PROMPT, MORE = "> ", ". "
 
@@ -49,7 +50,7 @@ def typed(on_error: bool) -> Iterator[str]:
                     raise
                 pressed = empty
                 if empty:
-                    print("Ctrl-C again, Ctrl-D or /exit leaves", file=sys.stderr)
+                    print(LEAVES, file=sys.stderr)
                 continue
             pressed = False
             if text.strip():

@@ -39,6 +39,8 @@ SILENCE_S = 5.0
 # Seconds between SIGTERM and SIGKILL.
 TERM_S = 0.5
 POLL_S = 0.1
+# Most seconds that a signal waits until the rank has the input before it.
+ORDER_S = 0.5
 # Packages of which all hosts must have the same version.
 PACKAGES = ("outcore", "mlx", "mlx-lm")
 
@@ -95,6 +97,10 @@ class RankGuard:
         elif self._rank is not None:
             for word, number in (("interrupt", signal.SIGINT), ("terminate", signal.SIGTERM)):
                 if word in order:
+                    # After the lines typed before it; a rank may be too busy to take them.
+                    end = time.monotonic() + ORDER_S
+                    while self._input.unfinished_tasks and time.monotonic() < end:
+                        time.sleep(0.01)
                     self._rank.send_signal(number)
 
     def _go(self, run: dict[str, Any]) -> None:
@@ -136,6 +142,8 @@ class RankGuard:
             while (data := self._input.get()) is not None:
                 stdin.write(data)
                 stdin.flush()
+                self._input.task_done()
+            self._input.task_done()
 
     def end(self) -> None:
         rank = self._rank
