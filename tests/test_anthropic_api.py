@@ -206,7 +206,7 @@ def test_thinking_that_is_not_to_be_shown() -> None:
     assert not [d for n, d in sent(THOUGHT, shows_thinking=False) if d.get("delta", {}).get("type") == "thinking_delta"]
 
 
-def test_calls_are_blocks_whose_input_comes_as_json() -> None:
+def test_calls_are_blocks_with_their_input_as_json() -> None:
     blocks = [data for name, data in sent(CALLS) if name.startswith("content_block")]
     assert [b["index"] for b in blocks] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert blocks[3]["content_block"] == {"type": "tool_use", "id": "call_1", "name": "weather", "input": {}}

@@ -80,7 +80,7 @@ def test_each_sequence_gets_the_tokens_that_it_gets_alone(model_type: str, tmp_p
 
 
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "dbrx", "llama4"])
-def test_models_whose_sequences_cannot_share_run_one_by_one(model_type: str, tmp_path: Path, tokenizer: Any) -> None:
+def test_sequences_that_cannot_share_run_one_by_one(model_type: str, tmp_path: Path, tokenizer: Any) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
     model, _ = outcore.load_model(folder, memory="1GB", resident=1, sequences=4, context=32)
     with model.outcore as session:

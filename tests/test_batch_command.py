@@ -181,7 +181,7 @@ def test_what_has_room_is_answered_and_what_needs_least_is_named(
     assert [r["error"]["code"] for r in records(output) if r["error"]] == [NO_MEMORY, NO_MEMORY]
 
 
-def test_bad_lines_are_reported_and_harm_nobody(
+def test_bad_lines_are_reported_and_harm_no_other(
     capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "in", [*completions(2, 3), *(text for text, _, _ in BAD_LINES)])

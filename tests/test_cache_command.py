@@ -153,7 +153,7 @@ def test_whoever_begins_to_use_what_is_going_waits_and_finds_a_new_folder(tmp_pa
     assert not folder.exists()
 
 
-def test_links_and_what_is_not_outcores_are_neither_told_nor_touched(tmp_path: Path, capsys: Any) -> None:
+def test_links_and_foreign_files_are_neither_listed_nor_removed(tmp_path: Path, capsys: Any) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").write_text("x" * 1000)
@@ -172,7 +172,7 @@ def test_links_and_what_is_not_outcores_are_neither_told_nor_touched(tmp_path: P
     assert {p.name for p in outside.iterdir()} == {"precious", "mlx-1"}
 
 
-def test_clear_asks_and_where_nobody_can_be_asked_it_wants_a_yes(
+def test_clear_asks_and_without_a_terminal_it_needs_yes(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = pack_model(original(tmp_path / "m", num_hidden_layers=2), None).folder

@@ -782,7 +782,7 @@ def test_a_session_is_one_processs_and_one_models(
     assert "computes them first" in err and len(tokens) == 1
 
 
-def test_a_session_whose_answer_broke_off_keeps_nothing_wrong(
+def test_a_session_keeps_nothing_wrong_after_an_answer_broke_off(
     quick: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second Ctrl-C in the middle of an answer: what the caches hold of it is not the conversation's."""

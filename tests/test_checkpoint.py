@@ -250,7 +250,7 @@ def test_what_only_bears_the_name_of_a_safetensors_file_is_named(tmp_path: Path)
     assert "not a regular file" in refusal(HeaderError, read_header, path)
 
 
-def test_a_missing_file_and_a_link_to_nothing_are_told_apart(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_dangling_link_have_different_errors(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     assert "missing; download" in refusal(MissingFileError, read_header, path)
     path.symlink_to(tmp_path / "blobs" / "abc")
@@ -538,7 +538,7 @@ def test_a_file_that_changes_while_the_model_is_opened(
     model.outcore.close()
 
 
-def test_what_is_no_model_folder_is_told_what_one_holds(tmp_path: Path) -> None:
+def test_the_error_for_another_folder_says_what_a_model_folder_holds(tmp_path: Path) -> None:
     outer = tmp_path / "models--own--m"
     inside = outer / "snapshots" / ("a" * 40)
     inside.parent.mkdir(parents=True)

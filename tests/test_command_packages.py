@@ -96,7 +96,7 @@ def test_a_package_adds_flags_to_a_command_and_does_what_they_ask(
     assert "--colour" not in parser_of("info").format_help()
 
 
-def test_a_command_whose_extra_is_missing_says_which(paint: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_says_which_extra_is_missing(paint: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sculpt"]) == 2
     assert "chisel_of_nobody: pip install 'outcore[paint]'" in capsys.readouterr().err
 

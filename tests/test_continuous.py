@@ -321,7 +321,7 @@ def test_a_model_that_is_all_in_memory_is_not_streamed_for_company(recurrent: Pa
         engine.close()
 
 
-def test_what_a_request_brings_harms_nobody_else(tmp_path: Path) -> None:
+def test_what_a_request_brings_harms_no_other(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     model, _ = outcore.load_model(folder, resident=1, context=64, draft="ngram", **ONE)
 

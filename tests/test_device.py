@@ -141,7 +141,7 @@ def test_a_slot_that_cannot_be_is_refused_before_it_is_made(monkeypatch: pytest.
     assert len(Slot(most_unit(10**6)).payload) == most_unit(10**6)
 
 
-def test_a_model_whose_layers_are_larger_than_a_buffer_runs_in_parts(
+def test_a_model_with_layers_larger_than_a_buffer_runs_in_parts(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, tokenizer = mlx_lm.load(str(demo_model))
@@ -157,7 +157,7 @@ def test_a_model_whose_layers_are_larger_than_a_buffer_runs_in_parts(
         assert [r.token for r in outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=8)] == expected
 
 
-def test_a_model_whose_pieces_are_larger_than_a_buffer_stays_in_memory_and_says_why(
+def test_a_model_with_pieces_larger_than_a_buffer_stays_in_memory_and_says_why(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_buffers(monkeypatch, 100_000)

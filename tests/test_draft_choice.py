@@ -140,7 +140,7 @@ def test_auto_needs_no_cache_that_can_be_written(
 
 
 @pytest.mark.parametrize("draft", ["auto", "self:2"])
-def test_a_disk_that_fills_takes_a_draft_that_nobody_asked_for(
+def test_a_full_disk_drops_an_automatic_draft(
     draft: str, folder: Path, slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"context": 96, "prompt": 16, "resident": 0, "govern": False}

@@ -74,7 +74,7 @@ def test_one_class_brings_a_kind_of_draft(quick_models: Callable[[int], Path], m
         outcore.load_model(folder, draft="ehco", **OPTIONS)
 
 
-def test_a_kind_that_nobody_brings_is_refused_by_name(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_kind_is_refused_by_name(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Any = None
     with pytest.raises(UsageError, match="draft blocks: give auto, none, ngram, "):
         with_draft("blocks", None, nothing, nothing)

@@ -196,7 +196,7 @@ def test_a_text_that_leaves_goes_on_elsewhere_with_what_its_caches_hold(made: An
         engine.close()
 
 
-def test_a_read_that_fails_takes_those_under_way_and_nobody_later(made: Any) -> None:
+def test_a_read_that_fails_ends_running_texts_and_no_later_one(made: Any) -> None:
     folder, want = made("qwen3_5")
     model, _ = outcore.load_model(folder, resident=1, context=64, draft="self:8", memory="200MB", **ONE)
     with model.outcore as session:
@@ -474,7 +474,7 @@ def test_one_that_never_fits_is_reported_though_the_others_were_interrupted(made
 
 
 @pytest.mark.parametrize("drafted", [True, False])
-def test_texts_whose_keys_and_values_are_on_disk_follow_each_other(
+def test_texts_with_keys_and_values_on_disk_follow_each_other(
     made: Any, drafted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Side by side the second had the first one's, so wrong tokens, and without drafts both failed."""

@@ -150,7 +150,7 @@ def test_a_word_that_is_close_to_a_known_one_is_named(capsys: pytest.CaptureFixt
         ("rm m", "no command 'rm'; hf cache rm"),
     ],
 )
-def test_what_other_programs_call_it_is_told_its_name_here(
+def test_the_error_for_another_programs_name_gives_ours(
     words: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert says in refused(capsys, *words.split())
@@ -407,7 +407,7 @@ def test_texts_longer_than_a_tokenizers_maximum_are_no_warning(demo_model: Path)
     assert told == []
 
 
-def test_a_prompt_without_its_flag_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_prompt_without_its_flag_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a prompt goes after --prompt" in refused(capsys, "generate", "m", "Why is the sky blue?")
 
 

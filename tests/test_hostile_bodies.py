@@ -94,7 +94,7 @@ TOOLS = {
 
 
 @pytest.mark.parametrize("path", TOOLS)
-def test_more_tools_than_any_model_can_be_told_of_are_refused(path: str) -> None:
+def test_more_tools_than_any_prompt_can_hold_are_refused(path: str) -> None:
     def body(count: int) -> dict[str, Any]:
         tools = [json.loads(json.dumps(TOOLS[path]).replace("%d", str(n))) for n in range(count)]
         return messages(USER, 1) | {"input": "x", "tools": tools}

@@ -41,7 +41,9 @@ def test_half_a_kernel_goes_and_a_whole_one_stays(cuda: Path) -> None:
     assert {stat.S_IMODE(f.stat().st_mode) for f in (cuda, cuda.parent)} == {0o700}
 
 
-def test_mlx_was_told_another_folder(tmp_path: Path, cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_set_for_mlx_before_is_kept(
+    tmp_path: Path, cuda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "mine.ptx").write_text("x")

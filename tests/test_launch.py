@@ -192,7 +192,7 @@ time.sleep(60)
 
 
 def test_a_rank_that_fails_is_named_with_its_last_words(elsewhere: list[str]) -> None:
-    """By a signal; by a status, test_whose_fault_it_is_may_end_after_who_has_heard_of_it."""
+    """By a signal; by a status, test_the_rank_at_fault_may_end_after_the_ranks_that_heard_of_it."""
     began = time.monotonic()
     done = launch(*elsewhere, "--", sys.executable, "-c", FAILS)
     assert done.returncode == 1 and time.monotonic() - began < ENDS_S
@@ -218,7 +218,7 @@ def test_misuse_is_its_status_also_where_a_rank_was_too_slow_to_see_it(capsys: p
 
 
 @pytest.mark.parametrize("name", ["local", "a"])
-def test_misuse_is_its_status_also_where_who_was_slow_heard(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_the_status_also_with_a_slow_rank(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """And was ended by its link, with 1. What a first rank here says is not seen here."""
     ranks = RankProcesses(lambda *_: None)
     for number, ended in enumerate((1, 2)):
@@ -378,7 +378,7 @@ def test_a_second_ctrl_c_ends_what_does_not_hear_the_first(elsewhere: list[str])
     all_end(processes)
 
 
-def test_whose_fault_it_is_may_end_after_who_has_heard_of_it(elsewhere: list[str]) -> None:
+def test_the_rank_at_fault_may_end_after_the_ranks_that_heard_of_it(elsewhere: list[str]) -> None:
     code = (
         "import os, sys, time\nrank = int(os.environ['MLX_RANK'])\nname = sys.argv[1]\ntime.sleep(0.8 * (rank == 1))\n"
         "print('toy: broke' if rank == 1 else f'toy: rank 1 ({name}): broke', file=sys.stderr)\nsys.exit(1)"
@@ -487,7 +487,7 @@ def test_what_is_stopped_before_it_has_answered_is_not_waited_for_as_long_as_wha
     assert (done.returncode, done.stderr) == (1, says) and time.monotonic() - began < ENDS_S
 
 
-def test_a_host_without_that_python_is_told_which_flag_says_where_it_is(tmp_path: Path) -> None:
+def test_the_error_for_a_host_without_that_python_names_the_flag(tmp_path: Path) -> None:
     """And a terminal shows meanwhile whose rank is waited for."""
     words = [*behind(tmp_path, "ab", "sleep 1; exec no-such-python"), "--", "generate", "m", "-p", "hi"]
     terminal, end_of_it = pty.openpty()

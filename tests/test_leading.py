@@ -109,7 +109,9 @@ def test_a_sequence_joins_when_all_ranks_have_room(two: RankProcesses, llama: Pa
     )
 
 
-def test_who_outgrows_memory_waits_or_ends_on_all_ranks_and_no_text_is_another(two: RankProcesses, llama: Path) -> None:
+def test_a_text_that_outgrows_memory_waits_or_ends_on_all_ranks_and_changes_no_text(
+    two: RankProcesses, llama: Path
+) -> None:
     joining: dict[int, Any] = {0: [(0, [3, 4, 5] * 10, 140, None)], 5: [(1, [7] * 20, 100, None), (2, [8] * 9, 40, 5)]}
     expected = rank_work.sequences(None, llama, joining, {}, resident=0)["tokens"]
     options: dict[str, Any] = {"resident": 0, "draft": "ngram", "context": 48, "prompt": 32}

@@ -144,7 +144,7 @@ def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
 
 
 @toy(3, "1")
-def test_a_wrong_key_is_told_to_who_has_it(ranks: Ranks) -> None:
+def test_a_rank_with_a_wrong_key_gets_an_error(ranks: Ranks) -> None:
     ranks.start_s = 4
     ranks.start(0)
     ranks.start(1, OUTCORE_LINK_KEY="another key altogether")

@@ -43,7 +43,7 @@ def test_bytes_come_in_order_and_whole() -> None:
     assert [bytes(got)[::-1] for got in back] == messages
 
 
-def test_small_messages_that_nobody_receives_yet() -> None:
+def test_small_messages_are_sent_before_they_are_received() -> None:
     """They leave at once until the kernel takes no more of them, which may be in the middle of one; then they wait."""
     messages = [number.to_bytes(4, "big") * 4000 for number in range(1500)]
     with linked(2) as (zero, one):
@@ -128,7 +128,7 @@ def test_everybody_gets_everybodys_value() -> None:
             assert found == [values] * 3
 
 
-def test_a_large_message_that_nobody_takes_delays_no_sign_of_life() -> None:
+def test_a_large_message_that_is_not_received_delays_no_sign_of_life() -> None:
     with linked(2) as (zero, one):
         message, into = bytes(30_000_000), bytearray(30_000_000)
         zero.send(1, memoryview(message))
@@ -191,7 +191,7 @@ def test_a_rank_that_only_some_can_reach_is_the_one_that_is_named() -> None:
     assert str(found[0]).startswith("rank 1 (host1): did not come within 1 s of the start"), found
 
 
-def test_a_rank_that_is_done_disturbs_nobody() -> None:
+def test_a_rank_that_is_done_disturbs_no_other() -> None:
     with linked(3) as links:
         links[2].send(0, memoryview(b"last"))
         links[2].close()
@@ -219,7 +219,7 @@ def test_ranks_that_wait_for_one_another_are_found_out() -> None:
         assert all("while all ranks wait for one another" in str(error) for error in found), found
 
 
-def test_who_asks_what_others_have_while_they_wait_for_its_word_is_found_out() -> None:
+def test_a_rank_that_asks_while_the_others_wait_for_its_data_is_found() -> None:
     with linked(3) as links:
         found = in_threads([lambda: links[0].gather(b""), lambda: links[1].gather(b""), lambda: links[2].agree(b"")])
         assert all("while all ranks wait for one another" in str(error) for error in found), found
@@ -243,7 +243,7 @@ def test_a_rank_that_does_nothing_while_another_waits_for_it_is_found_out() -> N
         assert re.match(r"rank 2 \(host2\): has done nothing for [12] s, while rank 0 waits for it", said), said
 
 
-def test_who_says_that_it_goes_on_is_waited_for() -> None:
+def test_a_rank_that_says_it_goes_on_is_waited_for() -> None:
     with linked(2, stall=0.6) as links:
         into = bytearray(3)
         arrival = links[0].receive(1, memoryview(into))

@@ -106,7 +106,7 @@ def test_random_bytes_at_every_stage_are_refused() -> None:
     in_threads([link.close for link in links])
 
 
-def test_those_who_say_nothing_keep_nobody_out() -> None:
+def test_silent_strangers_keep_no_rank_out() -> None:
     (zero, one), (listener, other) = identities(2)
     other.close()
     with contextlib.ExitStack() as held:
@@ -121,7 +121,7 @@ def test_those_who_say_nothing_keep_nobody_out() -> None:
         in_threads([link.close for link in links])
 
 
-def test_those_who_say_nothing_and_come_again_keep_nobody_out() -> None:
+def test_silent_strangers_that_come_again_keep_no_rank_out() -> None:
     (zero, one), (listener, other) = identities(2)
     other.close()
     over = threading.Event()
@@ -172,7 +172,7 @@ def test_a_second_of_a_rank_is_refused_and_the_first_goes_on() -> None:
     in_threads([link.close for link in links])
 
 
-def test_who_answers_without_the_key_is_not_believed() -> None:
+def test_an_answer_without_the_key_is_not_believed() -> None:
     for wrong in (b"x" * 32, b""):
         ours, theirs = socket.socketpair()
         me = Facts("1.0", "run", 2, 1, 0, CONTROL)
@@ -218,12 +218,12 @@ def test_another_version_is_reported_to_both() -> None:
         assert "Outcore 0.9 there, 1.0 here: install the same version on all hosts" in str(error)
 
 
-def test_nobody_listens_once_all_are_there() -> None:
+def test_no_rank_listens_once_all_are_there() -> None:
     with linked(2) as links, pytest.raises(ConnectionRefusedError):
         connected(links[0]._me.addresses[0])
 
 
-def test_bytes_that_are_no_frames_end_the_run_with_the_name_of_who_sent_them() -> None:
+def test_bytes_that_are_no_frames_end_the_run_with_the_name_of_their_sender() -> None:
     with linked(2) as (zero, one):
         one._peers[0].control.sock.sendall(b"x" * 100)
         with pytest.raises(LinkError, match=r"rank 1 \(host1\): it sent bytes that are not a message"):

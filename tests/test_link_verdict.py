@@ -15,7 +15,7 @@ def judged(*signs: Sign) -> Blame | None:
     return stuck(dict(enumerate(signs)), 5.0)
 
 
-def test_who_does_nothing_though_it_is_due_is_stuck() -> None:
+def test_a_rank_that_does_nothing_though_it_is_due_is_stuck() -> None:
     waiting = Sign(8.0, 1, due=True)
     assert judged(waiting, Sign(6.0)) == Blame(1, "has done nothing for 6 s, while rank 0 waits for it")
     assert judged(waiting, Sign(8.0, 2, True), Sign(7.0)) == Blame(
@@ -23,19 +23,19 @@ def test_who_does_nothing_though_it_is_due_is_stuck() -> None:
     )
 
 
-def test_while_anybody_moves_nobody_is_accused() -> None:
+def test_while_one_rank_moves_no_rank_is_called_stuck() -> None:
     assert judged(Sign(8.0, 1, True), Sign(4.9)) is None
     assert judged(Sign(4.9, 1, True), Sign(8.0)) is None
     assert judged(Sign(8.0, 1, True), Sign(8.0, 2, True), Sign(1.0)) is None
 
 
-def test_a_circle_is_found_though_nobody_is_due() -> None:
+def test_a_circle_is_found_though_no_rank_is_due() -> None:
     why = "waits for rank 0, while all ranks wait for one another"
     assert judged(Sign(8.0, 1, True), Sign(8.0, 0, True)) == Blame(1, why)
     assert judged(Sign(8.0, 2), Sign(8.0, 0), Sign(8.0, 0)) == Blame(2, why)
 
 
-def test_who_waits_for_what_a_user_says_is_not_stuck() -> None:
+def test_a_rank_that_waits_for_its_user_is_not_stuck() -> None:
     assert judged(Sign(60.0), Sign(60.0, 0, False)) is None
 
 
@@ -69,7 +69,7 @@ def test_computing_reading_and_progress_are_work_and_waiting_is_not() -> None:
     assert [machine.second() for _ in range(2)] == [1, 2]
 
 
-def test_who_waits_moves_by_bytes_alone() -> None:
+def test_a_waiting_rank_moves_by_bytes_alone() -> None:
     machine = Machine()
     with machine.movement.waiting(3, True):
         assert [machine.second(0.5) for _ in range(2)] == [1, 2]

@@ -121,7 +121,7 @@ def test_of_points_equally_fast_the_one_that_takes_least_is_named() -> None:
     ]
 
 
-def test_points_whose_repeats_overlap_are_as_fast_however_far_apart_their_medians() -> None:
+def test_points_with_overlapping_repeats_are_as_fast_however_far_apart_their_medians() -> None:
     fast, slow = cell(10.0, 300, "direct", 2, 4, spread=0.01), cell(8.5, 200, "direct", 2, 4, spread=0.01)
     far = cell(8.0, 100, "direct", 2, 4)
     assert start([fast, slow, far]) is fast and sentences([fast, slow, far])[0].endswith(

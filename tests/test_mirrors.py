@@ -159,7 +159,7 @@ def test_all_folders_are_read_from_and_every_byte_is_in_its_place(three: Three, 
 
 @pytest.mark.parametrize("io", ["auto", "cached"])
 @pytest.mark.parametrize("who", ["own", "first"])
-def test_a_disk_that_dies_in_the_middle_is_read_elsewhere_and_told_of_once(three: Three, who: str, io: str) -> None:
+def test_a_disk_that_fails_in_the_middle_is_replaced_and_reported_once(three: Three, who: str, io: str) -> None:
     dead = getattr(three, who)
     replicas = three.replicas(three.first)
     with reading(list(three.files), replicas, io=io, threads=2) as reader:
@@ -531,7 +531,7 @@ def test_a_folder_that_dies_in_mid_run_changes_no_token(served: Path, tmp_path: 
     assert len([n for n in notes if str(dead) in n and "no longer read" in n]) == 1
 
 
-def test_a_model_whose_own_folder_died_gives_memory_back_all_the_same(served: Path, tmp_path: Path) -> None:
+def test_a_model_with_a_failed_folder_of_its_own_gives_memory_back_all_the_same(served: Path, tmp_path: Path) -> None:
     """Layers that are shed are read from a mirror then: slots and files are made anew in mid-run."""
     own = shutil.copytree(served, tmp_path / "own")
     (first,) = copied(own, "first")

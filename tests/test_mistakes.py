@@ -88,6 +88,6 @@ EARLY = "generate M -p hi --max-tokens 0", "generate ./modle -p hi", "chat llama
 
 
 @pytest.mark.parametrize("line", EARLY)
-def test_what_needs_no_model_is_told_before_mlx_is_imported(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_no_model_is_refused_before_mlx_is_imported(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outcore.cli.main._work", lambda *_: pytest.fail("imported"))
     assert main(shlex.split(line)) == MISTAKES[line][0]

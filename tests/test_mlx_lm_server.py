@@ -195,7 +195,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Caches that are stored
 
 
-def test_stored_caches_keep_to_what_nobody_else_takes(small: Path) -> None:
+def test_stored_caches_keep_to_memory_that_is_not_taken(small: Path) -> None:
     smallest = outcore.plan_model(str(small), context=256).smallest_budget_bytes
     model, _ = outcore.load_model(
         small, memory=smallest + 300_000, context=256, draft="none", govern=False, cpu_streams=1

@@ -120,7 +120,7 @@ def test_a_snapshot_of_a_streamed_model_says_what_it_does(others: int, running: 
     assert recorder.take() is None
 
 
-def test_layers_that_stay_and_those_that_are_computed_are_told_apart(quick_models: Callable[[int], Path]) -> None:
+def test_resident_and_computed_layers_have_different_letters(quick_models: Callable[[int], Path]) -> None:
     model, tokenizer = outcore.load(
         str(quick_models(6)), memory="64MB", resident=2, context=128, prompt=16, draft="none", govern=False
     )

@@ -165,7 +165,7 @@ def test_what_cannot_be_made_is_refused_by_name(
     assert str(source) in str(refused.value)
 
 
-def test_a_head_like_a_layer_whose_tokens_go_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_like_a_layer_that_drops_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek's layout, beside a model whose last layer keeps a window only: guesses could not be taken back."""
     changed("exaone_moe", monkeypatch, layer_types=[*["full_attention"] * 3, "sliding_attention"])
     source = save(mtp_originals.original("deepseek_v32"), tmp_path / "original")

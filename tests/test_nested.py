@@ -313,7 +313,7 @@ def test_a_draft_is_given_up_before_the_text(draft: str, folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_draft_whose_files_are_others_is_not_given_up(
+def test_a_draft_with_files_of_another_model_is_not_given_up(
     gone: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """High bits would be read from them that are not the model's."""

@@ -31,7 +31,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("name", "other"), NAMES)
-def test_a_folder_whose_name_is_a_pattern_is_opened_itself(tmp_path: Path, name: str, other: str) -> None:
+def test_a_folder_named_like_a_pattern_is_opened_itself(tmp_path: Path, name: str, other: str) -> None:
     zoo.save_checkpoint("llama", tmp_path / other, seed=1)
     folder = zoo.save_checkpoint("llama", tmp_path / name, seed=2)
     expected = dict(tree_flatten(zoo.build("llama", seed=2).parameters()))

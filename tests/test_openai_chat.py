@@ -85,7 +85,7 @@ def test_a_call_streams_its_name_first_and_its_arguments_as_a_string() -> None:
     }
 
 
-def test_what_is_thought_is_told_apart_under_both_names() -> None:
+def test_reasoning_is_separate_under_both_names() -> None:
     said = (TextPart(0, reasoning="hm"), TextPart(0, "yes"))
     assert deltas(chunks(*said))[1:3] == [{"reasoning_content": "hm", "reasoning": "hm"}, {"content": "yes"}]
     message = whole(*said)["choices"][0]["message"]

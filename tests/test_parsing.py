@@ -242,7 +242,7 @@ def test_what_may_begin_a_call_is_shown_where_marks_are_tokens() -> None:
     assert read("a <b", how, cut=True) == ["a <b"]
 
 
-def test_a_call_whose_end_is_missing_is_read_if_the_answer_ended_by_itself() -> None:
+def test_a_call_without_its_end_is_read_if_the_answer_ended_by_itself() -> None:
     text = '<function name="get_weather"><param name="city">Paris</param>'
     assert read(text, markers("minicpm5")) == [("get_weather", {"city": "Paris"})]
 
@@ -360,5 +360,5 @@ def test_stop_strings_take_time_by_the_new_text_alone() -> None:
     assert seconds(8000) < 8 * few * 4
 
 
-def test_pieces_say_whose_they_are() -> None:
+def test_pieces_say_what_they_belong_to() -> None:
     assert TextParser(3, markers("json_tools")).feed("<think>a</think>b") == [TextPart(3, "", "a"), TextPart(3, "b")]

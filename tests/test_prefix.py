@@ -438,7 +438,7 @@ def test_the_cache_command_lists_verifies_and_removes_prompts(
     assert status == 0 and not folder.exists()
 
 
-def test_bounded_caches_that_somebody_brings_are_nobody_elses(tmp_path: Path, tokenizer: Any) -> None:
+def test_bounded_caches_of_a_caller_are_not_shared(tmp_path: Path, tokenizer: Any) -> None:
     """Of a model whose own are plain: nothing is found for them, and nothing kept of them."""
     folder = zoo.save_checkpoint("qwen3", tmp_path / "model")
     plain = opened(folder, "off")
@@ -467,7 +467,7 @@ def test_the_callers_own_caches_are_filled(served: Path, tokenizer: Any) -> None
     model.outcore.close()
 
 
-def test_a_prompt_that_never_fits_takes_nobodys_room(served: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_prompt_that_never_fits_takes_no_room_from_others(served: Path, tokenizer: Any, tmp_path: Path) -> None:
     model = opened(served)
     answer(model, tokenizer, TEXT[:20])
     model.outcore.close()

@@ -432,7 +432,7 @@ def in_another_thread(work: Callable[[], Any]) -> Any:
         ("resident", "none", True, "patched"), ("resident", "none", False, "stop"),
     ],
 )  # fmt: skip
-def test_a_text_that_was_read_to_its_finish_reason_keeps_nobody_waiting(
+def test_a_text_that_was_read_to_its_finish_reason_blocks_no_other(
     way: str, draft: str, cached: bool, how: str, folders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = theirs_of(folders("qwen3_5"))

@@ -250,7 +250,7 @@ def test_models_are_described_by_what_their_templates_know(
     assert told(made("HARMONY"))[1:] == (True, True)
 
 
-def test_gpt_oss_is_told_of_tools(made: Callable[[str], TokenizerWrapper]) -> None:
+def test_gpt_oss_is_given_tools(made: Callable[[str], TokenizerWrapper]) -> None:
     prompt = Prompter(made("HARMONY")).prepare(GenerationRequest(messages=CALLED[:2], tools=(TOOL,)))
     assert ' to=functions.f<|channel|>commentary json<|message|>{"a": "é"}' in made("HARMONY").decode(
         list(prompt.tokens)

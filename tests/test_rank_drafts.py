@@ -127,7 +127,7 @@ def test_ranks_that_draft_nothing_while_others_could(
         assert did["drafted"] == other["drafted"] == 0
 
 
-def test_drafts_that_nobody_asked_for_refuse_nothing_on_any_rank(two: RankProcesses, llama: Path) -> None:
+def test_automatic_drafts_refuse_nothing_on_any_rank(two: RankProcesses, llama: Path) -> None:
     expected, _ = rank_work.text(None, llama, 20)
     options: dict[str, Any] = {"resident": 0, "draft": "none"}
     without = two.run(rank_work.least_memory, llama, options)

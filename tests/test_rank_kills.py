@@ -40,7 +40,7 @@ def test_a_cut_link_ends_all_ranks_on_hosts_of_their_own(tmp_path: Path) -> None
     assert [(trial["status"], trial["wrong"]) for trial in trials] == [(1, "")]
 
 
-def test_a_run_that_nobody_ends_is_found_out(tmp_path: Path) -> None:
+def test_a_run_that_no_process_ends_is_found(tmp_path: Path) -> None:
     # Ranks that have no link: what happens to the cable is nothing to them.
     sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
     words = ["1", "--kinds", "cut link", "--give-up", "4", "--json", str(tmp_path / "r.json")]

@@ -26,7 +26,7 @@ def told(*given: dict[str, Any]) -> list[str]:
         return list(threads.map(one, memory_links(len(given), 10.0), map(dict, given)))
 
 
-def test_ranks_that_are_told_the_same_go_on() -> None:
+def test_ranks_with_the_same_flags_go_on() -> None:
     assert told({"kv_bits": 4, "memory": "1GB"}, {"kv_bits": 4, "memory": "2GB"}, {"kv_bits": 4}) == ["", "", ""]
 
 

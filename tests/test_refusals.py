@@ -301,7 +301,7 @@ def test_load_names_an_argument_that_it_does_not_know(model: Path) -> None:
         outcore.load(str(model), nonsense=1)
 
 
-def test_a_misspelt_argument_is_told_what_may_have_been_meant(model: Path) -> None:
+def test_the_error_for_a_misspelt_argument_suggests_one(model: Path) -> None:
     with pytest.raises(TypeError, match=r"'memry' \(did you mean memory\?\)"):
         outcore.load(str(model), memry="4GB")
     for function in (outcore.load_model, outcore.plan_model):

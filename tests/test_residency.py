@@ -539,7 +539,7 @@ def test_memory_that_runs_out_with_nothing_resident_ends_the_run_at_once_and_cle
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_a_model_whose_ring_could_not_be_made_is_bound_when_it_is_wanted_next(
+def test_a_ring_that_could_not_be_made_is_made_at_the_next_use(
     folder: Path, expected: list[int], begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No file can be opened while slots change, in the middle of a text."""

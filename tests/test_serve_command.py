@@ -181,7 +181,7 @@ def test_models_are_named_in_any_way_and_once(monkeypatch: pytest.MonkeyPatch) -
     assert served == [["settled"], ["x"]]
 
 
-def test_flags_become_defaults_and_who_may_ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_flags_become_defaults_and_access_rules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     defaults = serve.defaults_of(given("--temp", "0.5", "--top-k", "3", "--chat-template-config", '{"a": 1}'))
     assert (defaults.sampling.temperature, defaults.sampling.top_k, defaults.max_tokens) == (0.5, 3, 512)
     assert defaults.template_options == {"a": 1}

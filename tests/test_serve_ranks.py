@@ -210,7 +210,7 @@ def test_what_is_not_shared_is_refused(more: list[str], why: str) -> None:
         args.ranks.options(serve.service_options(args).load)
 
 
-def test_what_nobody_asked_for_is_off() -> None:
+def test_without_flags_everything_optional_is_off() -> None:
     args = parser_of("serve").parse_args(["--model", "m"])
     args.ranks = RankGroup(memory_links(2)[0])
     leave_out(args)

@@ -159,7 +159,7 @@ def test_logprobs_are_of_every_token_with_its_bytes(served: Path, expected: dict
         assert b"".join(each.data for each in found).decode(errors="replace") == expected[PROMPTS[0]]
 
 
-def test_who_leaves_frees_the_place_and_harms_nobody(served: Path, expected: dict[str, str]) -> None:
+def test_a_client_that_leaves_frees_its_place_and_disturbs_no_other(served: Path, expected: dict[str, str]) -> None:
     with serving(served, max_tokens=100_000) as service:
 
         async def some() -> str:
@@ -182,7 +182,7 @@ def test_who_leaves_frees_the_place_and_harms_nobody(served: Path, expected: dic
         assert service.state()["running"] == service.state()["waiting"] == 0
 
 
-def test_too_many_are_sent_away_and_too_long_ones_told(served: Path) -> None:
+def test_too_many_requests_and_too_long_prompts_are_refused(served: Path) -> None:
     with serving(served, most_waiting=2) as service:
 
         async def three() -> list[Any]:

@@ -430,7 +430,7 @@ def test_it_ends_when_what_is_under_way_has_ended_and_refuses_what_comes() -> No
     asyncio.run(test())
 
 
-def test_what_takes_too_long_to_end_is_told_so() -> None:
+def test_an_answer_that_takes_too_long_to_end_says_so() -> None:
     async def test() -> None:
         began = time.monotonic()
         async with running(steps, drain_s=0.2) as server:
@@ -451,7 +451,7 @@ def test_what_takes_too_long_to_end_is_told_so() -> None:
     asyncio.run(test())
 
 
-def test_a_second_signal_ends_it_at_once_and_tells_who_is_under_way() -> None:
+def test_a_second_signal_ends_it_at_once_and_running_answers_get_an_error() -> None:
     async def test() -> None:
         waited: list[int] = []
         async with running(steps, drain_s=3600) as server:

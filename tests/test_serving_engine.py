@@ -65,7 +65,7 @@ def test_a_model_has_left_memory_before_the_next_is_loaded(served: Path, tmp_pat
         gc.enable()
 
 
-def test_who_has_heard_the_end_of_an_answer_sees_it_run_no_more(served: Path) -> None:
+def test_after_the_end_of_an_answer_it_is_not_counted_as_running(served: Path) -> None:
     running: list[int] = []
 
     async def hears(service: ModelService) -> None:
@@ -100,7 +100,7 @@ def test_what_fails_anywhere_ends_jobs_not_the_thread(served: Path) -> None:
             assert text_of(asyncio.run(asyncio.wait_for(heard(service, ASK), 30))) == expected
 
 
-def test_who_tries_again_at_once_is_not_told_of_the_error_before(served: Path) -> None:
+def test_a_retry_does_not_get_the_error_before(served: Path) -> None:
     with serving(served) as service:
         asyncio.run(heard(service, ASK))
         original = service.engine.drop
@@ -149,7 +149,7 @@ def test_a_token_without_a_text_ends_its_own_answer_alone(served: Path) -> None:
         assert model is not None and model.sequences.running == 0
 
 
-def test_no_memory_for_all_together_is_nobodys_prompt(served: Path) -> None:
+def test_no_memory_for_all_together_blames_no_prompt(served: Path) -> None:
     def sweep(self: Scheduler, *_: Any, **__: Any) -> Any:
         raise BudgetError("no room", 10**9)
 

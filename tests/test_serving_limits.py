@@ -95,7 +95,7 @@ def test_a_client_that_is_late_gets_an_answer_and_closed(name: str) -> None:
     asyncio.run(test())
 
 
-def test_a_client_that_was_told_and_goes_on_is_cut_off() -> None:
+def test_a_client_that_goes_on_after_its_error_is_cut_off() -> None:
     async def test() -> None:
         async with running() as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -192,7 +192,7 @@ def test_beyond_the_limit_whoever_has_waited_longest_makes_room() -> None:
     asyncio.run(test())
 
 
-def test_a_thousand_connections_that_say_nothing_keep_nobody_out() -> None:
+def test_a_thousand_silent_connections_keep_no_client_out() -> None:
     async def test() -> None:
         async with running(limits=ClientLimits(connections=64)) as server:
             held: list[socket.socket] = []

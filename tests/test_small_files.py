@@ -97,7 +97,7 @@ def test_a_tokenizer_without_end_is_refused_before_it_is_read(
             check_tokenizers(quick_model, folder)
 
 
-def test_what_nobody_opens_may_be_anything(llama: Path) -> None:
+def test_files_that_are_not_opened_may_hold_anything(llama: Path) -> None:
     huge(llama / "train.jsonl")
     huge(llama / "notes.txt")
     pipe(llama / "results.json")
