@@ -17,7 +17,7 @@ from outcore.decode.scheduler import Scheduler
 from outcore.engine.executor import Recorded, RecordedPass, Wanted, in_turn
 from outcore.engine.session import Session
 from outcore.engine.transport import Fit, HasRoom, Transport
-from outcore.errors import BudgetError, PromptError, UsageError
+from outcore.errors import BudgetError, OutcoreError, PromptError, UsageError
 from outcore.machine.interrupts import check
 
 from .agreement import RankAgreement
@@ -52,12 +52,12 @@ class RankRoom(RankAgreement):
         return state
 
     def text_room(self, text: Callable[[], Sequence[int]], has_room: HasRoom, *, asked: bool) -> tuple[int, int]:
-        refusal: PromptError | BudgetError = BudgetError("another machine has too little memory: shorten this text")
+        refusal: list[OutcoreError] = [BudgetError("another machine has too little memory: shorten this text")]
         tokens = step = 0
         try:
             tokens, step = has_room()
         except (PromptError, BudgetError) as e:
-            refusal = e
+            refusal = [e]
         mark = int.from_bytes(hashlib.sha256(array("q", text()).tobytes()).digest()[:7])
         mine = [mark, -mark, ENDLESS if tokens < 0 else tokens, step]
         first, last, tokens, room = self.leasts(mine)
@@ -66,7 +66,7 @@ class RankRoom(RankAgreement):
                 "another machine was given another prompt: give all machines the same prompts in the same order"
             )
         if not room:
-            raise refusal
+            raise refusal.pop()
         step = room if self.forecast is None or asked else min(room, self.forecast.step)
         return -1 if tokens == ENDLESS else tokens, step
 
@@ -74,18 +74,18 @@ class RankRoom(RankAgreement):
         longest = max(lengths) + 1
         if not joining and self._agreed is not None and self._agreed[0] == len(lengths) and longest <= self._agreed[1]:
             return self._agreed_step
-        refusal, context = BudgetError("another machine has too little memory: shorten this text"), 0
+        refusal, context = [BudgetError("another machine has too little memory: shorten this text")], 0
         try:
             context = here(lengths, joining, begun)
         except BudgetError as e:
-            refusal = e
+            refusal = [e]
         context, step = self.leasts([context, self._running.plan.prefill_step])
         if len(lengths) == 1 and self.forecast is not None:
             step = min(step, self.forecast.step)  # so that ranks compute its chunks in parallel
         if not context:
             # Other ranks may have made room for this text, so the next call must ask them again.
             self._agreed = None
-            raise refusal
+            raise refusal.pop()
         self._agreed, self._agreed_step = (len(lengths), context), step
         return step
 

@@ -202,15 +202,15 @@ class Chat:
         Raises:
             PromptError: on all ranks, if one of them has no room.
         """
-        error, most = PromptError("another machine has too little memory: shorten this text"), 0
+        errors, most = [PromptError("another machine has too little memory: shorten this text")], 0
         wanted, bounded = self.options["max_tokens"], self.options.get("max_kv_size") is None
         try:
             most = most_tokens(prompt, wanted, self.session, self.conversation.held, bounded)
         except PromptError as e:
-            error = e
+            errors = [e]
         (agreed,) = self.agreement.leasts([most])
         if agreed == 0:
-            raise error
+            raise errors.pop()
         return agreed
 
     def say(self, text: str, style: str = "dim") -> None:

@@ -306,6 +306,7 @@ def answers(
                 done.generation_tokens += len(step.tokens)
                 done.running = sequences.running
                 errors = dict(step.failed) | dict.fromkeys(step.full, BudgetError("no memory for a longer context"))
+                step.failed.clear()
                 outputs = []
                 for token in step.tokens:
                     try:
@@ -317,10 +318,10 @@ def answers(
                         sequences.remove([token.uid])
                         errors[token.uid] = e
                 on_step()
-                for uid, error in errors.items():
+                for uid in [*errors]:
                     if failed is None:
-                        raise error
-                    failed(requested[uid], error)
+                        raise errors.pop(uid)
+                    failed(requested[uid], errors.pop(uid))
                     writing.pop(uid, None)
                 yield from outputs
 

@@ -183,6 +183,7 @@ def _tokens(
         try:
             sequences.close(error)
         finally:
+            error = None
             if session.in_cache == 0:
                 request.alone.forget()
 

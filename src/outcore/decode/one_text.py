@@ -78,7 +78,7 @@ class OneText:
         now: the last pass's result, while more tokens can be chosen from it; None: another pass is needed.
         undo: restores the caches to before the prompt; None: the second token was requested already.
         total: tokens of the prompt.
-        ahead: the token that was drawn ahead, if any; ``failed``: the error of drawing it.
+        ahead: the token that was drawn ahead, if any; ``failed``: the error of drawing it, if any.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class OneText:
         self.now: Computed | None = None
         self.undo: Undo | None = None
         self.ahead: _Drawn | None = None
-        self.failed: Exception | None = None
+        self.failed: list[Exception] = []
 
     @property
     def answered(self) -> int:
@@ -183,9 +183,8 @@ class OneText:
     def look_ahead(self) -> Token | None:
         """Returns the next token and queues the one after it on the device. Returns None if the next token needs a
         normal pass, as with streamed layers or drafts."""
-        failed, self.failed = self.failed, None
-        if failed is not None:
-            raise failed
+        if self.failed:
+            raise self.failed.pop()
         now, self.ahead, before = self.ahead, None, self.answered
         # Several ranks compute no token before the caller has got the one before it.
         resident = self.session.streaming is None and self.session.transport.alone
@@ -201,7 +200,7 @@ class OneText:
             token = cast(int, now.token.item())
         except Exception as e:
             # Return the current token, which was computed, and raise at the next call, as without looking ahead.
-            self.failed, token = e, cast(int, now.token.item())
+            self.failed, token = [e], cast(int, now.token.item())
         self.sampler.text.append(token)
         if before % CLEAR_TOKENS == 1:
             clear_cache()
@@ -227,7 +226,7 @@ class OneText:
     def stop_ahead(self, error: BaseException | None = None) -> None:
         """Drops the token drawn ahead, and removes the token before it from the caches, unless they have to hold the
         last token and the text ends without ``error``."""
-        ahead, self.ahead, self.failed = self.ahead, None, None
+        ahead, self.ahead, self.failed = self.ahead, None, []
         if ahead is not None and (error is not None or not self._own.whole):
             ahead.back()
 
@@ -298,7 +297,7 @@ class Sampler:
     seen: mx.array | None = None
     transport: Transport = field(default_factory=Transport)
     forgives: bool = False
-    failed: Exception | None = None
+    failed: list[Exception] = field(default_factory=list)
 
     def draw_ahead(self, tokens: int) -> None:
         """Draws one token more than the text's ``tokens`` and drops it unevaluated, as mlx-lm does. So the random state
@@ -335,7 +334,7 @@ class Sampler:
             if not self.forgives:
                 self.transport.give_up(e)
                 raise
-            self.failed, token, logprobs = e, cast(int, mx.argmax(logits).item()), logits
+            self.failed, token, logprobs = [e], cast(int, mx.argmax(logits).item()), logits
         if not self.transport.alone:
             self.transport.numbers(lambda: [token])
         self.text.append(token)

@@ -204,7 +204,8 @@ class Scheduler:
             if self._batch is not None and self._batch.failed:
                 # An error of a sequence's own sampler or processors ends that sequence only.
                 step.failed += self._batch.failed.items()
-                self.remove([*self._batch.failed])
+                self._batch.failed = {}
+                self.remove([uid for uid, _ in step.failed])
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends all sequences. The caches of a text that runs alone then hold the tokens that the caller got
@@ -228,8 +229,9 @@ class Scheduler:
                     self._fit(room, [*self._rows.values(), *joining], joining)
                     break
                 except BudgetError as e:
-                    refusal = e
                     joining = joining[: len(joining) // 2]
+                    if not joining and not self._rows:
+                        self._refuse(step, e)
             if joining:
                 for row in joining:
                     self._waiting.popleft()
@@ -241,11 +243,13 @@ class Scheduler:
                     self._refused = asked
                     return []
                 except BudgetError as e:
-                    refusal = e
-            # There is no room for the first sequence even if it runs by itself.
-            row = self._waiting.popleft()
-            (step.full.append(row.request.uid) if row.answered else step.failed.append((row.request.uid, refusal)))
+                    self._refuse(step, e)
         return []
+
+    def _refuse(self, step: StepResult, error: BudgetError) -> None:
+        """Ends the first waiting sequence: there is no room for it even if it runs by itself."""
+        row = self._waiting.popleft()
+        (step.full.append(row.request.uid) if row.answered else step.failed.append((row.request.uid, error)))
 
     def _next(self, room: SequenceRoom) -> list[ScheduledSequence]:
         """Returns the first waiting sequences, as many as may share a pass with the running ones."""

@@ -60,7 +60,7 @@ class SpeculativeDecoder:
         one = texts[0] if len(texts) == 1 else None
         if one is not None:
             one.undo = None
-            looks = self._session.streaming is None or one.ahead is not None or one.failed is not None
+            looks = self._session.streaming is None or one.ahead is not None or one.failed
             if looks and not extra and not one.prompt and (found := one.look_ahead()) is not None:
                 return [found]
         elif joining:
@@ -223,10 +223,10 @@ class SpeculativeDecoder:
                 if (now := text.now) is not None:
                     token = text.choose()
                     self.drafts[token.uid] = len(now.guesses) if now.given == 1 else 0, int(token.drafted)
-                    if text.sampler.failed is None:
-                        tokens.append(token)
+                    if text.sampler.failed:
+                        self.failed[token.uid] = text.sampler.failed.pop()
                     else:
-                        self.failed[token.uid] = text.sampler.failed
+                        tokens.append(token)
         return tokens
 
     def take_out(self, uid: int) -> tuple[list[Any], int]:

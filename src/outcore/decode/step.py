@@ -95,7 +95,7 @@ class StepResult:
         prompts: computed prompt tokens of sequences that have not joined.
         drafts: drafted and accepted tokens per sequence.
         full: sequences that end because there is no memory for a longer context.
-        failed: sequences that end with an error.
+        failed: sequences that end with an error. Clear it when they are told: the errors' frames have this result.
     """
 
     tokens: list[Token] = field(default_factory=list)

@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy as copy_of
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,7 +93,8 @@ class Read:
     def wait(self) -> None:
         self._done.wait()
         if self.error is not None:
-            raise self.error
+            # A copy, as an error that has passed frames which hold this read would be a cycle.
+            raise copy_of(self.error) from self.error.__cause__
 
 
 class Reader(Protocol):
@@ -266,6 +268,7 @@ class FileReader:
         # Counted before the read is finished, so that a waiting thread sees the bytes.
         self.metrics.read_ended(done)
         read.finish(error, done)
+        del read, error  # the error's traceback has this frame
 
 
 def check_files(files: Iterable[OpenFile]) -> None:

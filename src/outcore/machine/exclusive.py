@@ -130,7 +130,7 @@ def served(
         BusyError: another thread generates, or began this text.
     """
     holder = exclusive.hold()
-    late: BaseException | None = None
+    late: list[BaseException] = []
     try:
         while True:
             if threading.current_thread() is not holder:
@@ -156,7 +156,7 @@ def served(
                     with exclusive:
                         next(steps, None)
                 except BaseException as e:
-                    late = e
+                    late.append(e)
                 break
             try:
                 yield item
@@ -175,11 +175,11 @@ def served(
     try:
         yield item
     except GeneratorExit:
-        if late is not None:
-            raise late from None
+        if late:
+            raise late.pop() from None
         raise
-    if late is not None:
-        raise late
+    if late:
+        raise late.pop()
 
 
 class NotHandedOut(BaseException):
@@ -193,6 +193,8 @@ def pass_on(steps: Generator[Any, None, Any], error: BaseException) -> None:
     except BaseException as e:
         if e is not error:
             raise
+    finally:
+        del error  # it has passed this frame: holding it would be a cycle, which keeps all callers' arrays
 
 
 # Signals whose handlers may raise: interrupts, timeouts, requests to end.

@@ -90,19 +90,14 @@ class Workload:
             BudgetError: not even the fewest sequences fit.
         """
         best: tuple[ModelSize, Plan] | None = None
-        refused: BudgetError | None = None
         for candidate in self.sizes(size):
             try:
                 plan = plan_for(candidate)
-            except BudgetError as e:
-                refused = refused or e
+            except BudgetError:
                 continue
             if best is None or self._seconds(candidate, plan) < WORTH * self._seconds(*best):
                 best = candidate, plan
-        if best is None:
-            assert refused is not None
-            raise refused
-        return best
+        return best or (fewest := next(self.sizes(size)), plan_for(fewest))  # which raises again
 
     def _seconds(self, size: ModelSize, plan: Plan) -> float:
         return self.sweeps(size) * plan.token_s

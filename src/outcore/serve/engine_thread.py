@@ -292,6 +292,7 @@ class EngineThread:
         for uid, error in step.failed:
             # An error of several choices is not about one prompt's length.
             self._fail([choices[uid]], error, concerned[id(error)] == 1)
+        step.failed.clear()
 
     def _remove(self, choices: Collection[AnswerChoice]) -> None:
         started = [choice.uid for choice in choices if choice.started]
