@@ -35,7 +35,7 @@ WAYS: dict[str, list[dict[str, Any]]] = {
     "dbrx": [{"draft": "ngram", "alone": 1}],
     "gpt_oss": [{"resident": 0}],
     "llama": [{"draft": "ngram"}, {"resident": 1, "draft": "ngram"}, {"draft": "ngram", "alone": 0}],
-    "qwen3_next": [{"resident": 0}, {"draft": "ngram", "alone": 1}, {"resident": 0, "draft": "self:4"}],
+    "qwen3_next": [{"draft": "ngram", "alone": 1}, {"resident": 0, "draft": "self:4"}],
 }
 """How ranks hold their layers, and what drafts."""
 

@@ -19,7 +19,6 @@ import mlx.core as mx
 import mlx_lm.utils
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.perplexity import eval_ppl
 
 import outcore
 import outcore_cluster.sharing
@@ -416,6 +415,8 @@ def batch_with_options(
 
 def perplexity(link: Link | None, folder: Path, options: dict[str, Any]) -> tuple[float, float]:
     """mlx-lm's figure and its error, of texts in batches without caches."""
+    from mlx_lm.perplexity import eval_ppl  # here: it brings training's modules along, a tenth of a rank's start
+
     model = loaded(link, folder, batch=3, context=20, prompt=20, **options)
     with model.outcore:
         found: tuple[float, float] = eval_ppl(model, mx.array([PROMPT, PROMPT[::-1]]).reshape(4, 20), batch_size=3)
