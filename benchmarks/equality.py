@@ -43,15 +43,17 @@ CHUNKS = [[5, 6, 7, 8, 9], [1, 2, 3], [4]]
 STEPS = [11, 12, 13]
 
 
-def resident_logits(folder: Path, dtype: str | None = None) -> tuple[list[mx.array], bool]:
+def resident_logits(
+    folder: Path, chunks: list[list[int]], steps: list[int], dtype: str | None = None
+) -> tuple[list[mx.array], bool]:
     """mlx-lm's own logits for the chunks and steps, and whether the model takes several chunks."""
     model, _ = mlx_lm.utils.load_model(folder)
     if dtype is not None:
         model.set_dtype(COMPUTE_DTYPES[dtype])
     try:
-        return _by_sweeps(model, CHUNKS, STEPS), True
+        return _by_sweeps(model, chunks, steps), True
     except ValueError:
-        return _by_sweeps(model, CHUNKS[:1], STEPS[:1]), False
+        return _by_sweeps(model, chunks[:1], steps[:1]), False
 
 
 def _by_sweeps(model: Any, chunks: list[list[int]], steps: list[int]) -> list[mx.array]:
@@ -90,10 +92,12 @@ def differences(
 
     0 % comes three times: with the head in memory, with that streamed as well, and last of all within the smallest
     budget that works, for which layers are streamed in parts. Each of all ``holdings`` computes a prompt in both ways,
-    each of fewer in one.
+    each of fewer in one; nothing resident alone computes a prompt of two chunks, and a token.
     """
-    expected, chunked = resident_logits(folder, dtype)
-    chunks, steps = (CHUNKS, STEPS) if chunked else (CHUNKS[:1], STEPS[:1])
+    chunks, steps = (CHUNKS[:2], STEPS[:1]) if holdings is NONE_RESIDENT else (CHUNKS, STEPS)
+    expected, chunked = resident_logits(folder, chunks, steps, dtype)
+    if not chunked:
+        chunks, steps = chunks[:1], steps[:1]
     found: list[str] = []
     sessions: list[Session] = []
     layers = smallest = 0

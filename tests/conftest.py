@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
+import itertools
 import json
 import os
 import shutil
@@ -12,9 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.models.base
 import mlx_lm.utils
 import pytest
 
@@ -43,6 +47,8 @@ mx.set_memory_limit(LIMITS[0])
 mx.set_cache_limit(LIMITS[1])
 
 vars(mlx_lm.utils)["_load_tokenizer"] = kept_tokenizers.keeping(mlx_lm.utils._load_tokenizer)
+# mlx-lm looks at the signature of a model's arguments once for each key of a config.json: 7 % of a tiny model's test.
+mlx_lm.models.base.inspect = SimpleNamespace(signature=functools.cache(inspect.signature))  # type: ignore[attr-defined]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -88,13 +94,22 @@ def wrong_reads_once(file: Path, io: str) -> Sequence[tuple[int, int, str]]:
     return wrong
 
 
+numbers = itertools.count()
+
+
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Packed copies go to a folder of the test's own, and nobody's configuration file changes what it sees."""
+    if "tmp_path" in request.fixturenames:
+        cache = request.getfixturevalue("tmp_path") / "outcore-cache"
+    else:  # no folder is made that is not needed
+        cache = tmp_path_factory.getbasetemp() / f"outcore-cache-{next(numbers)}"
     monkeypatch.setenv("OUTCORE_CONFIG", os.devnull)
     for variable in ("OUTCORE_MEMORY", "OUTCORE_MODEL"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path / "outcore-cache"))
+    monkeypatch.setenv("OUTCORE_CACHE", str(cache))
     monkeypatch.setattr(first_use, "wrong_reads", wrong_reads_once)
     monkeypatch.setenv("OUTCORE_MONITOR", "off")  # what is tested is nobody's business but its tests'
 
