@@ -372,7 +372,10 @@ def said(terminal: Terminal, end: str) -> list[str]:
     return [turn["message"] for turn in json.loads(terminal.shown.strip().splitlines()[-1])["turns"]]
 
 
-def test_lines_are_pasted_continued_typed_during_an_answer_and_kept_for_the_next_run(typing: Any) -> None:
+def test_lines_are_pasted_continued_typed_during_an_answer_and_kept_for_the_next_run(
+    typing: Any, tmp_path: Path
+) -> None:
+    """And Ctrl-C stops an answer, at the prompt it ends the chat, and the terminal is left as it was."""
     terminal = typing("-m", "2")
     # Pasted lines are one message, and a message can have several lines.
     for text in (PASTE.format("def f(x):\n    return x") + "\r", "a\\\rb\r", "c\x1b\rd\r", "one\r"):
@@ -382,39 +385,35 @@ def test_lines_are_pasted_continued_typed_during_an_answer_and_kept_for_the_next
     # Nobody else may read it.
     history = cache_dir() / "chat-history"
     assert history.stat().st_mode & 0o777 == 0o600
-    terminal = typing("-m", "90")
-    terminal.type("\x1b[A\x1b[A\r")  # up, beyond /bye
-    terminal.wait_for(ANSWERING)
-    # The next message, which is not shown in the answer.
-    terminal.type("typed\x08\x08\x08\x08\x08" + PASTE.format("first line\nsecond line") + "\r")
-    terminal.wait_for("in the conversation")
-    assert "first line" not in terminal.before and "typed" not in terminal.before
-    terminal.wait_for("in the conversation")
-    assert said(terminal, "/bye\r") == ["one", "first line\nsecond line"]
-    assert main(["cache", "clear", "--yes"]) == 0 and history.exists()
-
-
-def test_ctrl_c_stops_an_answer_and_at_the_prompt_it_ends_and_leaves_the_terminal_as_it_was(typing: Any) -> None:
     terminal = typing("-m", "240")
-    for _ in range(2):
-        terminal.type("def f(x):\n")
+    terminal.type("\x1b[A\x1b[A\r")  # up, beyond /bye
+    for number in range(2):
         terminal.wait_for(ANSWERING)
+        if not number:
+            # The next message, which is not shown in the answer.
+            terminal.type("typed\x08\x08\x08\x08\x08" + PASTE.format("first line\nsecond line") + "\r")
         # The prompt's own handler of the signal is gone when the answer's progress is shown.
         while termios.tcgetattr(terminal.master)[3] & termios.ECHO or len(terminal.shown) < 40:
             time.sleep(0.01)
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for("stopped")
-        terminal.wait_for(">")
+        assert "first line" not in terminal.before and "typed" not in terminal.before
+    terminal.wait_for(">")
+    terminal.type(f"/save {tmp_path / 'c.json'}\r")
+    terminal.wait_for("2 turns")
+    terminal.wait_for(">")
     terminal.process.send_signal(signal.SIGINT)
     terminal.wait_for("Ctrl-C again, Ctrl-D or /exit leaves")
     terminal.wait_for(">")
     terminal.process.send_signal(signal.SIGINT)
-    terminal.wait_for("Conversation: 2 answers")
     fd = os.dup(terminal.master)
     assert terminal.end() == 130
     after = termios.tcgetattr(fd)
     os.close(fd)
     assert after[3] & termios.ECHO and after[3] & termios.ICANON and after[0] & termios.ICRNL
+    turns = json.loads((tmp_path / "c.json").read_text())["turns"]
+    assert [turn["message"] for turn in turns] == ["one", "first line\nsecond line"]
+    assert main(["cache", "clear", "--yes"]) == 0 and history.exists()
 
 
 def test_ctrl_c_clears_a_line_and_leaves_only_from_an_empty_one(
