@@ -26,6 +26,7 @@ from outcore_cluster.agreement import RankAgreement
 from outcore_cluster.group import RankGroup
 from outcore_cluster.layer_shares import share_layers
 from outcore_cluster.link_times import LinkTimes
+from outcore_cluster.rank_share import cuts_of
 from rank_processes import RankProcesses
 
 TOKENS = 10
@@ -194,7 +195,7 @@ def test_the_first_rank_has_fewer_layers_beside_a_draft(demo_model: Path, monkey
     monkeypatch.setattr(ranked, "share_layers", share_layers)
     monkeypatch.setattr(RankGroup, "times", LinkTimes(0.0005))
     profile = Opening(demo_model, LoadOptions(context=64, prompt=16), None).measured(open_model(demo_model))
-    cuts = ranked.cuts_of(profile)  # once: of 16 layers it takes longer than all else here
+    cuts = cuts_of(profile)  # once: of 16 layers it takes longer than all else here
     monkeypatch.setattr(ranked, "cuts_of", lambda _: cuts)
 
     def layers(draft: str, which: int | None, megabytes: int) -> int:
