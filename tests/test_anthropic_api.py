@@ -133,6 +133,8 @@ def test_an_assistants_last_message_is_continued() -> None:
     assert ask.continued and ask.messages and ask.messages[-1] == begun
     empty = asked(messages=[USER, {"role": "assistant", "content": ""}])
     assert not empty.continued and empty.messages == (USER,)
+    none = asked(messages=[], system="Be brief.")
+    assert none.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": ""})
     assert not asked().continued
 
 
@@ -158,7 +160,6 @@ def test_structured_output() -> None:
 @pytest.mark.parametrize(
     "path, body",
     [
-        ("messages", {"messages": []}),
         ("messages[0].role", {"messages": [{"role": "tool", "content": "x"}]}),
         ("messages[0].content[1]", {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}, 1]}]}),
         ("messages[0].content[0].text", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),

@@ -45,6 +45,18 @@ def test_llamas_addresses(quick_models: Callable[..., Path], demo_model: Path, t
             assert both == [{"content": told["content"], wanted[1]: 2}] * 2
             other = await post("/completion", prompt="I believe", n_predict=2, logit_bias=[[told["content"], False]])
             assert not set(other["tokens"]) & set(told["tokens"])
+            drawn = {"prompt": "I", "n_predict": 3, "n_probs": 4, "temperature": 0.9, "top_k": 2, "seed": 5}
+            before, after = [await post("/completion", **drawn, post_sampling_probs=on) for on in (False, True)]
+            assert before["content"] == after["content"]
+            for entry in after["completion_probabilities"]:
+                likely = {each["id"]: each["prob"] for each in entry["top_probs"]}
+                assert (
+                    len(likely) == 2 and abs(sum(likely.values()) - 1) < 1e-4 and likely[entry["id"]] == entry["prob"]
+                )
+            sure = await post(
+                "/completion", prompt="I", n_predict=2, n_probs=4, temperature=0, post_sampling_probs=True
+            )
+            assert [[e["prob"], len(e["top_probs"])] for e in sure["completion_probabilities"]] == [[1.0, 1]] * 2
             stream = (await client.post("/completion", json={"prompt": "I", "n_predict": 2, "stream": True})).text
             steps = [json.loads(line[6:]) for line in stream.splitlines() if line]
             assert [step["stop"] for step in steps] == [False, False, True] and len(steps[0]["tokens"]) == 1
@@ -53,6 +65,8 @@ def test_llamas_addresses(quick_models: Callable[..., Path], demo_model: Path, t
             a = await post("/v1/chat/completions", messages=SAY, grammar='root ::= "a"{3,3}', max_tokens=8)
             assert a["choices"][0]["message"]["content"] == "aaa"
             await post("/v1/chat/completions", 400, messages=SAY, grammar="root ::= this is (not")
+            assert (await post("/v1/messages", messages=[], max_tokens=2))["type"] == "message"
+            assert (await post("/v1/messages", messages=[], system="Be brief.", max_tokens=2))["type"] == "message"
             assert (await client.get("/slots")).json() == [{"id": 0, "is_processing": False}]
             for wrong in ({}, {"prompt": ""}, {"prompt": "I", "logit_bias": [7]}, {"prompt": "I", "mirostat": 1}):
                 await post("/completion", 400, **wrong)

@@ -53,13 +53,16 @@ def test_a_browser_gets_the_page_and_programs_a_line() -> None:
             assert found.headers["x-dns-prefetch-control"] == "off", "names in an answer would be looked up"
             for inside in Elements(found.text).outside:
                 part = await client.get(f"{server.url}/{inside.partition('=')[2]}")
-                kind = "text/css" if inside.startswith("link") else "text/javascript"
-                assert part.headers["content-type"] == f"{kind}; charset=utf-8", inside
+                kind = "text/css; charset=utf-8" if inside.startswith("link") else "text/javascript; charset=utf-8"
+                kind = "application/manifest+json" if inside.endswith("manifest") else kind
+                assert part.headers["content-type"] == kind, inside
                 assert part.headers["x-content-type-options"] == "nosniff"
                 assert ("immutable" in part.headers["cache-control"]) == ("vendor" in inside)
                 known = {"If-None-Match": part.headers["etag"]}
                 again = await client.get(part.url, headers=known)
                 assert (again.status_code, again.content) == (304, b"")
+            for kept in ("sw.js", "_app/version.json"):
+                assert (await client.get(f"{server.url}/{kept}")).status_code == 200
             for other in ("page/none.js", "page/../pages.py", "page/%2e%2e/pages.py", "page/vendor", "page/"):
                 assert (await client.get(f"{server.url}/{other}")).status_code in (401, 404), other
             elsewhere = {"Host": "evil.example"}
@@ -75,10 +78,11 @@ def test_the_page_needs_nothing_from_outside_and_takes_text_for_text() -> None:
     elements = Elements(text)
     assert elements.inline == [] and "<style" not in text and "<script>" not in text, "its policy would not allow it"
     own = {name: data.decode() for name, (data, _) in page.contents().items() if "vendor" not in name}
-    named = [re.sub(r"^\w+ \w+=page/", "", one) for one in elements.outside]
-    assert set(named) <= set(page.contents()) and len(named) == 5
+    named = [re.sub(r"^\w+ \w+=(page/)?", "", one) for one in elements.outside]
+    assert set(named) <= set(page.contents()) and len(named) == 6
     scripts = "".join(text for name, text in own.items() if name.endswith(".js"))
-    assert set(re.findall(r'from "\./(.+?)"', scripts)) | {"main.js", "page.css", "page.html"} == set(own)
+    parts = {"main.js", "page.css", "page.html", "sw.js", "version.json", "manifest.webmanifest"}
+    assert set(re.findall(r'from "\./(.+?)"', scripts)) | parts == set(own)
     assert not re.search(r"https?://|@import|url\(", "".join(own.values()))
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "DOMParser", "Function("):
         assert way not in scripts, "a model's text could be run"

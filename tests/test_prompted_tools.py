@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import chat_tokenizers
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.options import LoadOptions
-from outcore.serve.app import OPENAI, application
+from outcore.serve.app import all_apis, application
 from outcore.serve.events import Called, GenerationRequest, TextPart
 from outcore.serve.parsing import Markers, TextParser
 from outcore.serve.prompted_tools import CALL, CALL_END, read_object
@@ -27,7 +27,6 @@ from outcore.serve.prompting import Prompter
 from outcore.serve.service import ModelService, ServiceOptions
 from outcore.serve.shelf import Shelf
 from outcore.serve.site import Site
-from outcore_apis.apis import ANTHROPIC, OLLAMA, RESPONSES
 
 PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Rome"]}}, "required": ["city"]}
 WEATHER: Any = {"name": "weather", "description": "Is it raining?", "parameters": PARAMETERS}
@@ -145,7 +144,7 @@ def site(quick_models: Callable[[int], Path], demo_model: Path, tmp_path: Path) 
         shutil.copy(demo_model / name, folder)
     load = LoadOptions(memory="60MB", context=1024, cpu_streams=1, govern=False, draft="none", prefix_cache="off")
     service = ModelService(Shelf([str(folder)]), ServiceOptions(load))
-    yield Site(service, (OPENAI, RESPONSES, ANTHROPIC, OLLAMA))
+    yield Site(service, all_apis())
     service.close()
 
 

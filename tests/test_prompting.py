@@ -282,5 +282,6 @@ def test_xtc_spares_newlines_and_ends_as_in_mlx_lms_server(demo: TokenizerWrappe
     sampler = request_of(1, Prompter(demo).prepare(request), request).sampler
     assert isinstance(sampler, OwnSampler)
     assert sampler._sampler.xtc_special_tokens == [*demo.encode("\n"), *demo.eos_token_ids]
-    others = {field.name for field in fields(Sampling)} - set(SAMPLING) - {"temperature", "seed", "logit_bias"}
+    known = {*SAMPLING, "temperature", "seed", "logit_bias", "post_sampling_probs"}
+    others = {field.name for field in fields(Sampling)} - known
     assert all(name.endswith(("_penalty", "_context_size")) for name in others)

@@ -492,6 +492,13 @@ def test_a_server_with_a_key_asks_for_it_and_errors_are_shown(page: Page) -> Non
     assert page.texts(".wrong") == []
 
 
+def test_a_worker_that_llamas_page_left_at_this_address_goes(page: Page) -> None:
+    page.tab.open(page.url + "health")  # has no policy about workers
+    held = "(async () => [(await navigator.serviceWorker.getRegistrations()).length, (await caches.keys()).length])()"
+    page.run("caches.open('old').then(() => navigator.serviceWorker.register('/sw.js')).then(() => 1)")
+    page.until(f"{held}.then(now => now.join() === '0,0')", 60)
+
+
 def test_every_control_has_a_name(page: Page) -> None:
     page.send("Hello")
     page.run("document.querySelectorAll('dialog').forEach(e => e.show())")

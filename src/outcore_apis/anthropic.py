@@ -158,6 +158,8 @@ def _conversation(body: PromptBody) -> list[requests.Message]:
     messages = list(requests.conversation(_alternating(turns)))
     if messages[-1:] == [{"role": "assistant", "content": ""}]:
         messages.pop()
+    if not body.messages:
+        messages.append({"role": "user", "content": ""})  # as llama.cpp: the answer is to the system prompt alone
     if all(message["role"] == "system" for message in messages):
         raise requests.wrong("messages", "at least one message of the user is needed")
     return messages

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from outcore.serve import completions, openai
-from outcore.serve.api import Api, Handled, HttpRequest, ParsedRequest, Route
-from outcore.serve.events import Event, GenerationRequest
+from outcore.serve.api import Api, Handled, HttpRequest, ParsedRequest, Route, counted
+from outcore.serve.events import GenerationRequest
 from outcore.serve.requests import Body, read
 
 from .completion import CompletionBody, completion, plain_text, text_of, tokens_of
@@ -46,17 +45,10 @@ def chat(http: HttpRequest) -> Handled:
 
 
 async def _chat(http: HttpRequest, body: ChatBody, request: GenerationRequest) -> ParsedRequest:
-    writer = VerboseWriter(body, body.n, logprobs=body.logprobs)
+    writer = openai.ChatWriter(body, body.n, logprobs=body.logprobs)
     if body.verbose:
-        writer.more = {"__verbose": {"prompt": text_of(await http.service.prompt(request))}}
+        writer.head["__verbose"] = {"prompt": text_of(await http.service.prompt(request))}
     return ParsedRequest((request,), writer)
-
-
-class VerboseWriter(openai.ChatWriter):
-    more: dict[str, Any] = {}
-
-    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        return super().whole(events) | self.more
 
 
 async def tokenize(http: HttpRequest) -> dict[str, Any]:
@@ -79,6 +71,10 @@ async def apply_template(http: HttpRequest) -> dict[str, Any]:
     return {"prompt": text_of(await http.service.prompt(openai.chat(http).requests[0]))}
 
 
+async def count(http: HttpRequest) -> dict[str, Any]:
+    return await counted(http, openai.chat(http).requests[0])
+
+
 async def slots(http: HttpRequest) -> list[dict[str, Any]]:
     """The places for answers that share a forward pass; those who wait for one count as having it."""
     state = http.service.state()
@@ -89,8 +85,11 @@ async def slots(http: HttpRequest) -> list[dict[str, Any]]:
 ROUTES = (
     Route("/completion", completion, "POST", "Continue a text, or several", CompletionBody),
     Route("/completions", either, "POST", "Continue a text, or several", CompletionBody),
-    Route("/v1/chat/completions", chat, "POST", "Answer a chat", ChatBody),
-    Route("/chat/completions", chat, "POST", "Answer a chat", ChatBody),
+    *(Route(f"{at}/chat/completions", chat, "POST", "Answer a chat", ChatBody) for at in ("/v1", "")),
+    *(
+        Route(f"{at}/chat/completions/input_tokens", count, "POST", "Count the tokens of a chat", ChatBody)
+        for at in ("/v1", "")
+    ),
     Route("/tokenize", tokenize, "POST", "The ids of a text's tokens", TokenizeBody),
     Route("/detokenize", detokenize, "POST", "The text of tokens", TokenizeBody),
     Route("/apply-template", apply_template, "POST", "The prompt of a chat", openai.ChatBody),

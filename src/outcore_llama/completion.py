@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from outcore.checks import COUNT
 from outcore.serve import requests
 from outcore.serve.api import HttpRequest, ParsedRequest, ResponseWriter, finite
-from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, Sampling, TextPart, TokenLogprob
+from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, TextPart, TokenLogprob
 from outcore.serve.openai import MOST_CHOICES, timings
 from outcore.serve.prompting import Prompt
 from outcore.serve.service import ModelService
@@ -20,6 +22,7 @@ Text = str | tuple[int | str, ...]
 Id = Annotated[int, Field(ge=0, le=COUNT)]
 Bias = tuple[Id | str, requests.Change | Literal[False]]
 Whole = Annotated[int, Field(ge=-COUNT, le=COUNT)]  # negative: none, or no limit
+Window = Annotated[Whole, AfterValidator(lambda n: COUNT if n < 0 else n)]
 
 
 def _pairs(value: Any) -> Any:
@@ -30,6 +33,7 @@ def _pairs(value: Any) -> Any:
     raise requests.wrong("logit_bias", "give pairs of a token id or a text and a number, or an object of them")
 
 
+PROBS = {False: "logprob", True: "prob"}
 Biases = Annotated[list[Bias], BeforeValidator(_pairs), Field(max_length=1024)]
 
 
@@ -42,18 +46,18 @@ class CompletionBody(requests.SamplerFields):
     refused = {
         "dry_multiplier": (0, 0.0), "dynatemp_range": (0, 0.0), "ignore_eos": (False,), "image_data": ([],),
         "lora": ([],), "mirostat": (0,), "n_discard": (0,), "n_indent": (0,), "n_keep": (0,),
-        "post_sampling_probs": (False,), "return_progress": (False,), "typical_p": (1, 1.0),
+        "return_progress": (False,), "typical_p": (1, 1.0),
     }  # fmt: skip
 
     model: str = ""
     prompt: Any
     stream: bool = False
-    n_predict: Whole | None = None
-    max_tokens: Whole | None = None
+    n_predict: Whole | None = Field(None, validation_alias=AliasChoices("n_predict", "max_tokens"))
     n_probs: requests.TopLogprobs = 0
-    top_k: Whole | None = None
-    repeat_penalty: requests.Factor | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, le=COUNT)] | None = None
+    post_sampling_probs: bool = False
+    top_k: Annotated[Whole, AfterValidator(lambda k: max(k, 0))] | None = None
+    repetition_penalty: requests.Factor | None = Field(None, validation_alias="repeat_penalty")
+    repetition_context_size: Window | None = Field(None, validation_alias="repeat_last_n")
     logit_bias: Biases = []  # type: ignore[assignment]
     stop: requests.Stops = ()
     json_schema: dict[str, Any] | None = None
@@ -61,46 +65,33 @@ class CompletionBody(requests.SamplerFields):
     return_tokens: bool = False
     response_fields: list[str] = []
 
-    def sampling(self, base: Sampling) -> Sampling:
-        given: dict[str, Any] = {"logit_bias": base.logit_bias}
-        if self.top_k is not None:
-            given["top_k"] = max(0, self.top_k)
-        if self.seed == -1:
-            given["seed"] = None
-        if self.repeat_penalty is not None:
-            given["repetition_penalty"] = self.repeat_penalty or 1.0
-        if self.repeat_last_n is not None:
-            given["repetition_context_size"] = COUNT if self.repeat_last_n == -1 else self.repeat_last_n
-        return replace(requests.sampling_of(self, base), **given)
-
 
 async def completion(http: HttpRequest) -> ParsedRequest:
     body = requests.read(CompletionBody, http.body)
-    several = isinstance(body.prompt, list) and (
-        any(isinstance(part, list | dict) for part in body.prompt)
-        or (len(body.prompt) > 1 and all(isinstance(part, str) for part in body.prompt))
-    )
+    several = isinstance(body.prompt, list) and all(type(part) is not int for part in body.prompt)
     given = body.prompt if several else [body.prompt]
-    if len(given) > MOST_CHOICES:
-        raise requests.wrong("prompt", f"{len(given)} prompts; give at most {MOST_CHOICES}")
+    if not 1 <= len(given) <= MOST_CHOICES:
+        raise requests.wrong("prompt", f"{len(given)} prompts; give 1 to {MOST_CHOICES}")
     prompts = [plain_text(one, "prompt") for one in given]
-    sampling, bias = body.sampling(http.defaults.sampling), dict[int, float]()
+    base, bias = http.defaults.sampling, dict[int, float]()
     for name, add in body.logit_bias:
         tokens = await tokens_of(http.service, body.model, (name,), special=False)
         bias |= dict.fromkeys(tokens, -requests.LARGE if add is False else float(add))
-    most = body.max_tokens if body.n_predict is None else body.n_predict
+    sampling, most = requests.sampling_of(body, base), body.n_predict
+    if body.post_sampling_probs and sampling.xtc_probability:
+        raise requests.wrong("post_sampling_probs", "not supported with XTC", requests.UNSUPPORTED)
+    seed = None if body.seed == -1 else sampling.seed
     request = GenerationRequest(
         model=body.model,
         max_tokens=http.defaults.max_tokens if most is None else most if most > 0 else COUNT,
-        sampling=replace(sampling, logit_bias=bias or sampling.logit_bias),
+        sampling=replace(sampling, logit_bias=bias or base.logit_bias, seed=seed),
         stop=body.stop,
         logprobs=body.n_probs if body.n_probs or body.stream or body.return_tokens else None,
         schema=None if body.grammar else body.json_schema,
         grammar=body.grammar,
     )
     texts = [p if isinstance(p, str) else tuple(await tokens_of(http.service, body.model, p)) for p in prompts]
-    writer = LlamaWriter(body, request, prompts, several)
-    return ParsedRequest(tuple(replace(request, prompt=text) for text in texts), writer)
+    return ParsedRequest(tuple(replace(request, prompt=t) for t in texts), LlamaWriter(body, request, prompts))
 
 
 def plain_text(value: Any, where: str) -> Text:
@@ -136,18 +127,14 @@ def text_of(prompt: Prompt) -> str:
 class LlamaWriter(ResponseWriter):
     """Writes an object for each prompt, or a stream with one for each token and a last one for each prompt."""
 
-    def __init__(
-        self, body: CompletionBody, request: GenerationRequest, prompts: Sequence[Text], several: bool
-    ) -> None:
+    def __init__(self, body: CompletionBody, request: GenerationRequest, prompts: Sequence[Text]) -> None:
         super().__init__(body.stream, body.ignored())
-        self._body, self._prompts, self._several, s = body, prompts, several, request.sampling
-        self._settings = {
+        self._body, self._prompts, s = body, prompts, request.sampling
+        self._settings = vars(s) | {
             "n_predict": -1 if request.max_tokens is None else request.max_tokens,
-            "seed": -1 if s.seed is None else s.seed, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p,
-            "min_p": s.min_p, "xtc_probability": s.xtc_probability, "xtc_threshold": s.xtc_threshold,
-            "repeat_penalty": s.repetition_penalty, "repeat_last_n": s.repetition_context_size,
-            "presence_penalty": s.presence_penalty, "frequency_penalty": s.frequency_penalty,
-            "stop": list(request.stop), "n_probs": body.n_probs, "grammar": request.grammar,
+            "seed": -1 if s.seed is None else s.seed, "repeat_penalty": s.repetition_penalty,
+            "repeat_last_n": s.repetition_context_size, "stop": list(request.stop), "n_probs": body.n_probs,
+            "grammar": request.grammar, "logit_bias": list(s.logit_bias.items()),
         }  # fmt: skip
         self._model, self._ends = "", [Ended(i, "stop", 0) for i in range(len(prompts))]
         self._counts, self._lines = [0] * len(prompts), [False] * len(prompts)
@@ -172,8 +159,9 @@ class LlamaWriter(ResponseWriter):
             step: dict[str, Any] = {"index": i, "content": "" if left else text, "stop": False}
             step |= {"tokens": [] if token is None else [token.token], "tokens_predicted": self._counts[i]}
             if self._body.n_probs and token is not None:
-                entry = {**_named(token), "top_logprobs": [_named(other) for other in token.top]}
-                step["completion_probabilities"] = [entry]
+                drawn = self._body.post_sampling_probs
+                top = [_entry(other, drawn) for other in token.top if not drawn or math.exp(other.logprob)]
+                step["completion_probabilities"] = [_entry(token, drawn) | {f"top_{PROBS[drawn]}s": top}]
             yield step
 
     def _last(self, end: Ended, finished: Finished) -> dict[str, Any]:
@@ -194,17 +182,17 @@ class LlamaWriter(ResponseWriter):
             whole = last | {"content": "".join(part["content"] for part in parts)}
             whole |= {name: [v for part in parts for v in part.get(name, ())] for name, told in lists.items() if told}
             found.append(self._chosen(whole) if self._body.response_fields else whole)
-        return found if self._several else found[0]
+        return found if len(found) > 1 else found[0]
 
-    def _chosen(self, whole: dict[str, Any]) -> dict[str, Any]:
+    def _chosen(self, whole: Any) -> dict[str, Any]:
         """The fields that the client wants; ``a/b`` is b within a."""
-        found: dict[str, Any] = {}
-        for name in self._body.response_fields:
-            found[name] = whole
-            for part in name.split("/"):
-                found[name] = found[name].get(part) if isinstance(found[name], dict) else None
+        found = {
+            name: reduce(lambda held, part: held.get(part) if isinstance(held, dict) else None, name.split("/"), whole)
+            for name in self._body.response_fields
+        }
         return {name: value for name, value in found.items() if value is not None}
 
 
-def _named(token: TokenLogprob) -> dict[str, Any]:
-    return {"id": token.token, "token": token.text, "logprob": finite(token.logprob), "bytes": list(token.data)}
+def _entry(token: TokenLogprob, drawn: bool) -> dict[str, Any]:
+    value = math.exp(token.logprob) if drawn else finite(token.logprob)
+    return {"id": token.token, "token": token.text, PROBS[drawn]: value, "bytes": list(token.data)}

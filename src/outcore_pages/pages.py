@@ -29,6 +29,8 @@ from outcore.version import __version__
 
 EVENTS = "/monitor/events"
 PART = "/page/{name:path}"
+# Files of the page that browsers look for at these addresses; the last is where an open tab of llama.cpp's page does.
+AT_ROOT = ("/manifest.webmanifest", "/sw.js", "/_app/version.json")
 
 
 def routes(site: Site) -> Sequence[Route]:
@@ -41,7 +43,8 @@ def routes(site: Site) -> Sequence[Route]:
         return PlainTextResponse("Outcore is running", headers={"Vary": "Accept"})
 
     async def part(request: Request) -> Response:
-        return page(request.path_params["name"], request.headers.get("if-none-match", ""))
+        name = request.path_params.get("name") or PurePosixPath(request.url.path).name
+        return page(name, request.headers.get("if-none-match", ""))
 
     async def metrics(_: Request) -> Response:
         return counted.response()
@@ -51,6 +54,7 @@ def routes(site: Site) -> Sequence[Route]:
 
     watched = Events(board.snapshot, lambda: site.closing).response
     answers = {"/": front, PART: part, EVENTS: watched, "/metrics": metrics, "/openapi.json": openapi}
+    answers |= dict.fromkeys(AT_ROOT, part)
     return [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
 
 
@@ -121,6 +125,7 @@ PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
 OWN = {
     "/": ("The server's page, or a line of text", "text/plain"),
     PART: ("The page's scripts and styles", "text/plain"),
+    **dict.fromkeys(AT_ROOT, ("A file of the page", "text/plain")),
     "/health": ("Status, and numbers of running and waiting requests", "application/json"),
     "/metrics": ("Metrics in Prometheus's format", "text/plain"),
     EVENTS: ("Snapshots of the server's activity, four a second", "text/event-stream"),
@@ -170,12 +175,13 @@ def _operation(method: str, path: str, summary: str, media_type: str = "applicat
 EVERY_S = 0.25
 
 
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".md": "text/plain", ".txt": "text/plain"}
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".md": "text/plain", ".txt": "text/plain",
+         ".json": "application/json", ".webmanifest": "application/manifest+json"}  # fmt: skip
 HEADERS = {
     # Only the page's own files and requests to its own server. Text becomes elements through DOMPurify or not at all.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
-    "trusted-types dompurify",
+    "manifest-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "X-DNS-Prefetch-Control": "off",  # of links in answers, whose names would tell what is said

@@ -73,7 +73,7 @@ class MlxLmSampler:
         if self.xtc_probability > 0.0:
             special = list(self.xtc_special_tokens or ())
             logprobs = sample_utils.apply_xtc(logprobs, self.xtc_probability, self.xtc_threshold, special)
-        if self.top_k > 0:
+        if 0 < self.top_k < logprobs.shape[-1]:
             logprobs = sample_utils.apply_top_k(logprobs, self.top_k)
         return mx.softmax(logprobs.astype(mx.float32) / self.temp, axis=-1)
 
@@ -129,8 +129,6 @@ class OwnSampler:
         if not self._keys:  # made at the first draw, so that a waiting sequence takes no memory
             self._keys.append(mx.random.key(secrets.randbits(63) if self._seed is None else self._seed % 2**63))
         kept = self._sampler
-        if kept.top_k >= logprobs.shape[-1]:
-            kept = replace(kept, top_k=0)
         following, own = mx.random.split(self._keys[-1])
         self._keys.append(following)
         self.drawn += 1
@@ -142,6 +140,10 @@ class OwnSampler:
         else:
             p = kept.distribution(logprobs)
         return mx.random.categorical(mx.log(p), key=own)
+
+    def narrow(self, text: mx.array, logits: mx.array) -> mx.array:
+        """A logits processor: the logarithms of the probabilities that tokens are drawn from, if there is no XTC."""
+        return mx.log(self._sampler.distribution(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
 
     def rewind(self, drawn: int) -> None:
         """Returns to the random state after ``drawn`` draws, so that tokens that the caller did not get are redrawn."""

@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .events import RequestError
 
-# Nobody's data; what begins with the last one are the page's own files.
-KEYLESS_PATHS = re.compile(r"/|/health|/page/.*")
+# Nobody's data; all but the first two are the page's own files.
+KEYLESS_PATHS = re.compile(r"/|/health|/page/.*|/sw\.js|/manifest\.webmanifest|/_app/version\.json")
 LOCAL = re.compile(r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 # Error code of requests whose end is unknown, so that the connection must be closed.
 FRAMING = "request_framing"

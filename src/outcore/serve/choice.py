@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
 
 from ..decode.request import Request, Token
-from ..decode.sampling import SAMPLING, own_sampler
+from ..decode.sampling import SAMPLING, MlxLmSampler, OwnSampler, own_sampler
 from ..errors import BudgetError, LinkError, OutcoreError, PromptError, RequestError
 from ..modules.mlx_lm_tokenizer import byte_decoder
 from ..text import one_line
@@ -43,6 +43,9 @@ def request_of(uid: int, prompt: Prompt, request: GenerationRequest) -> Request:
     processors = make_logits_processors(dict(sampling.logit_bias) or None, **options)
     if prompt.grammar is not None:
         processors.append(prompt.grammar(len(prompt.tokens)))
+    if sampling.post_sampling_probs:
+        processors.append((sampler or OwnSampler(MlxLmSampler(1.0, top_k=1))).narrow)
+        sampler = sampler and own_sampler(1.0, seed=sampling.seed)
     return Request(
         uid, prompt.tokens, request.max_tokens or 1, sampler, tuple(processors),
         stop=prompt.stop, logprobs=request.logprobs, shared=prompt.shared,

@@ -31,6 +31,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     frequency_context_size: int = 20
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    post_sampling_probs: bool = False  # reported are the log-probabilities that tokens are drawn with
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,6 @@ from .api import (
     Route,
     Whole,
     WholeChoice,
-    counted,
     logprob_entries,
     new_id,
     refused,
@@ -232,10 +231,6 @@ def chat(http: HttpRequest) -> ParsedRequest:
     return ParsedRequest((request,), ChatWriter(body, body.n, logprobs=body.logprobs))
 
 
-def count(http: HttpRequest) -> Awaitable[dict[str, Any]]:
-    return counted(http, chat(http).requests[0])
-
-
 class ChatWriter(ResponseWriter):
     """Writes an answer as one object or as chunks; ``choices`` is the number of choices of all prompts together."""
 
@@ -245,13 +240,13 @@ class ChatWriter(ResponseWriter):
         super().__init__(body.stream, body.ignored())
         self.choices, self.logprobs = choices, logprobs
         self.usage = body.stream_options is not None and body.stream_options.include_usage
-        self._head = {"id": new_id(self.prefix), "object": self.kind, "created": int(time.time()), "model": "",
-                      "system_fingerprint": f"build-outcore-{__version__}"}  # fmt: skip
+        self.head = {"id": new_id(self.prefix), "object": self.kind, "created": int(time.time()), "model": "",
+                     "system_fingerprint": f"build-outcore-{__version__}"}  # fmt: skip
 
     def steps(self, event: Event) -> Iterable[dict[str, Any]]:
-        chunk = self._head | {"object": self.chunk_kind}
+        chunk = self.head | {"object": self.chunk_kind}
         if isinstance(event, Begun):
-            chunk["model"] = self._head["model"] = event.model
+            chunk["model"] = self.head["model"] = event.model
         if not isinstance(event, Finished):
             more = {"usage": None} if self.usage else {}
             yield from (chunk | {"choices": [choice]} | more for choice in self.deltas(event))
@@ -268,7 +263,7 @@ class ChatWriter(ResponseWriter):
             for i, choice in enumerate(answer.choices)
         ]
         more = {"choices": choices, "usage": usage(answer.finished), "timings": timings(answer.finished)}
-        return self._head | {"model": answer.begun.model} | more
+        return self.head | {"model": answer.begun.model} | more
 
     def deltas(self, event: Event) -> Iterable[dict[str, Any]]:
 
@@ -362,7 +357,6 @@ ROUTES = tuple(
     for prefix in ("/v1", "")
     for route in (
         Route(f"{prefix}/chat/completions", chat, "POST", "Answer a chat", ChatBody),
-        Route(f"{prefix}/chat/completions/input_tokens", count, "POST", "Count the tokens of a chat", ChatBody),
         Route(f"{prefix}/models", models, summary="List the models"),
         Route(f"{prefix}/models/{{model:path}}", model, summary="One of the models"),
         refused(f"{prefix}/embeddings", NO_EMBEDDINGS, status=400),
