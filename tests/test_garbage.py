@@ -152,3 +152,22 @@ def left_by(act: Callable[[], None]) -> tuple[int, set[str]]:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+def test_a_closed_model_is_gone_when_the_next_is_loaded(quick_models: Callable[..., Path]) -> None:
+    """However often, and whenever Python collects garbage: after 25 loads four models' weights were in memory."""
+    gc.collect()
+    before, after = mx.get_active_memory(), []
+    gc.disable()
+    try:
+        for _ in range(4):
+            model, tokenizer = load(str(quick_models(3)), memory=300_000_000, **OPTIONS)
+            answer(model, tokenizer, 2)
+            model.outcore.close()
+            after.append(mx.get_active_memory() - before)
+            del model
+    finally:
+        gc.enable()
+    gc.collect()
+    assert 0 < max(after) < 3 / 2 * after[0]
+    assert mx.get_active_memory() < before + 1000

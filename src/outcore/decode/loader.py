@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from dataclasses import replace
 from functools import partial
@@ -18,8 +19,9 @@ from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import refuse_unknown
 from ..engine.binding import Progress
 from ..engine.resident_layers import DroppableDraft
-from ..engine.session import Folders, Session
+from ..engine.session import Folders, Session, closed_sessions
 from ..errors import StoreSpaceError
+from ..machine.allocator import clear_cache
 from ..machine.kernels import keep_kernels
 from ..options import LoadOptions, chosen
 from ..plan.joint_plan import AUTO, NGRAM, NONE
@@ -112,6 +114,9 @@ def load_model(
         BudgetError, UsageError, CheckpointError, StoreError, ReadError: see their docstrings.
     """
     o, report = chosen(options, arguments), progress or notebook_bar()
+    if closed_sessions:
+        gc.collect()  # the weights of closed models would stay in memory next to this one's
+        clear_cache()
     try:
         return _loaded(model_path, o, report)
     except KeyboardInterrupt as e:

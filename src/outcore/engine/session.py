@@ -61,6 +61,11 @@ class Folders(ReadSettings):
         return super().rows(files, metrics) if self.mirrors is None else RowReader(files, metrics, self.mirrors.reader)
 
 
+closed_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+"""Sessions that were closed and are still there: a model and its session refer to each other, so that both wait for the
+garbage collector."""
+
+
 class Session(Engine):
     """A running model, with the state that decoding keeps from one text to the next.
 
@@ -209,6 +214,7 @@ class Session(Engine):
             call()
         with self.exclusive:
             super().close()
+            closed_sessions.add(self)
             if self.drafting is not None:
                 self.drafting.close()
 
