@@ -69,10 +69,11 @@ class LowBitCopy:
         return sum(nbytes for file, nbytes in sizes if head_streamed or file.unit != NON_LAYER)
 
 
-def low_bit_copy(profile: ModelProfile, bits: int) -> LowBitCopy:
-    """Describes the copy with ``bits`` bits, without reading weights or writing anything."""
+def low_bit_copy(profile: ModelProfile, bits: int, plain: LazyModel | None = None) -> LowBitCopy:
+    """Describes the copy with ``bits`` bits, without reading weights or writing anything. ``plain``: the model before
+    its layers were nested; None: they are not."""
     heads = tuple(t.layer.path for t in profile.tables if t.multiplied)
-    model = _shapes(profile.lazy, bits, heads)
+    model = _shapes(profile.lazy, plain or profile.lazy, bits, heads)
     layers = find_layers(model)
     files, sizes, there = [], [], high_planes(profile.lazy)
     cut = {path: module.high for path, module in nested_modules(profile.lazy.model)}
@@ -205,13 +206,14 @@ def _copied(value: Any, made: dict[int, nn.Module]) -> Any:
     return {key: _copied(inside, made) for key, inside in value.items()} if type(value) is dict else value
 
 
-def _shapes(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
-    """As ``_low_bit``, but only for shapes. Made from the model's lazy arrays if possible, as opening the model again
-    is slow."""
-    if any(nested_modules(lazy.model)) or hasattr(lazy.model, "outcore"):
+def _shapes(lazy: LazyModel, plain: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
+    """As ``_low_bit``, but only for shapes. Made from the lazy arrays of ``plain`` if possible, as opening the model
+    again is slow."""
+    if any(nested_modules(plain.model)) or hasattr(plain.model, "outcore"):
         return _low_bit(lazy, bits, heads)
     with random_state_kept():
-        return _quantized_layers(copied(lazy.model), bits, heads, ())
+        cut = {path for path, _ in nested_modules(lazy.model)}
+        return _quantized_layers(copied(plain.model), bits, heads, cut)
 
 
 def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:

@@ -65,7 +65,7 @@ class SelfDrafts(DraftSource):
                 yield f"{SELF}:{bits}", bits, weights * bits // (max(whole, bits) + 2)
 
     def open(self, which: int, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft]:
-        o = opening.options
+        o, plain = opening.options, profile.lazy
         if o.ranks is None:  # ranks share the layers of the named folder
             profile = nested(profile, which, opening)
         if profile.size.kv_disk != "off":
@@ -75,7 +75,7 @@ class SelfDrafts(DraftSource):
                     f"reads all keys and values for every token that it drafts; use {called('draft')} ngram"
                 )
             profile = replace(profile, size=replace(profile.size, kv_disk="off"))
-        copied, size = low_bit_copy(profile, which), profile.size
+        copied, size = low_bit_copy(profile, which, plain), profile.size
         weights = copied.nbytes(False)
         return profile, Draft(
             SELF,
