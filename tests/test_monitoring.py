@@ -276,7 +276,8 @@ ALONE = """if True:
     model = outcore.load_model(sys.argv[1], memory="1GB", context=64, draft="none")[0]
     assert outcore.monitoring.publish(model, "chat")
     print("ready", flush=True)
-    time.sleep(60)
+    while True:
+        time.sleep(0.1)  # a signal that comes just before a sleep does not end it
 """
 
 
@@ -285,12 +286,17 @@ def test_a_process_that_ends_without_closing_leaves_nothing_to_be_seen(
     how: int, folder: Path, quick_models: Callable[[int], Path]
 ) -> None:
     environment = os.environ | {"XDG_RUNTIME_DIR": str(folder.parent), "PYTHONPATH": python_path(*map(Path, sys.path))}
+    command = [sys.executable, "-X", "faulthandler", "-c", ALONE, str(quick_models(2))]
     with heard():
-        process = subprocess.Popen(
-            [sys.executable, "-c", ALONE, str(quick_models(2))], env=environment, stdout=-1, stderr=-1, text=True
-        )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n", process.communicate()[1]
-    assert [p["pid"] for p in read_all()] == [process.pid]
-    process.send_signal(how)
-    until(lambda: read_all() == [] and list(folder.iterdir()) == [])  # not waited for: a zombie has ended, too
-    assert process.communicate(timeout=30) and process.returncode == -how
+        process = subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n", process.communicate()[1]
+        assert [p["pid"] for p in read_all()] == [process.pid]
+        process.send_signal(how)
+        # Not waited for: a zombie has ended, too.
+        until(lambda: read_all() == [] and list(folder.iterdir()) == [], 60)
+        assert process.wait(60) == -how
+    finally:
+        # One that has not ended says where it is.
+        process.send_signal(signal.SIGABRT)
+        print(process.communicate(timeout=30)[1])
