@@ -27,9 +27,9 @@ from outcore.decode.preparation import prepare
 from outcore.disk.disk_calls import DiskCalls, using
 from outcore.disk.layout import Extent
 from outcore.disk.metrics import Metrics
-from outcore.disk.open_file import state_of
 from outcore.disk.reader import RowReader
 from outcore.errors import ReadError, StoreError, UsageError
+from outcore.machine.small_files import state_of
 from outcore.options import LoadOptions
 from outcore.sizes import BLOCK
 from outcore_mirrors import mirrors as mirror_files

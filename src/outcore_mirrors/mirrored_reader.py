@@ -19,9 +19,10 @@ from outcore.disk import disk_calls
 from outcore.disk.disk_calls import DiskCalls
 from outcore.disk.layout import Extent, SlotCopy
 from outcore.disk.metrics import Metrics
-from outcore.disk.open_file import Move, OpenFile, open_file, state_of
+from outcore.disk.open_file import Move, OpenFile, open_file
 from outcore.disk.reader import CHUNK, THREADS, FileReader, Read, check_files, pieces
 from outcore.errors import ReadError
+from outcore.machine.small_files import state_of
 from outcore.sizes import BLOCK
 
 LEAST_CHUNK, PARTS = 256 << 10, 16  # least bytes of a part; most parts of a unit, so that folders finish together

@@ -19,10 +19,10 @@ from outcore.checkpoint.checkpoint import Checkpoint
 from outcore.checkpoint.identity import identity_of
 from outcore.checkpoint.pack import Progress
 from outcore.disk.layout import Extent
-from outcore.disk.open_file import state_of
 from outcore.disk.reader import FileReader
 from outcore.errors import StoreError
 from outcore.machine.cache_folder import cache_dir, keep_mark
+from outcore.machine.small_files import state_of
 from outcore.text import counted
 
 from .mirrored_reader import MirroredReader, Replica, Replicas

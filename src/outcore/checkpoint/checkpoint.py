@@ -15,9 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..disk.open_file import state_of
 from ..errors import CheckpointError, HeaderError, MissingFileError
-from ..machine.small_files import CONFIG_BYTES, INDEX_BYTES, TOKENIZER_BYTES, check_small, parse_json, read_small
+from ..machine.small_files import (
+    CONFIG_BYTES,
+    INDEX_BYTES,
+    TOKENIZER_BYTES,
+    check_small,
+    parse_json,
+    read_small,
+    state_of,
+)
 from ..sizes import format_size
 from ..text import one_line, quoted
 

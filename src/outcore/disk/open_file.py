@@ -80,15 +80,6 @@ def open_file(path: Path, io: str, calls: DiskCalls) -> OpenFile:
     return opened
 
 
-def state_of(file: Path) -> tuple[int, ...]:
-    """Return a file's device, inode, size and modification time, to compare later; empty if there is no such file."""
-    try:
-        found = file.stat()
-    except OSError:
-        return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
 # Errors of the disk or the file. All others may come from the memory that the read writes to.
 _DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADF}
 

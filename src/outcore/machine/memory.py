@@ -188,9 +188,9 @@ def cgroup_limits(root: Path = Path("/"), folders: Sequence[tuple[int, Path]] | 
         shown, stat, total_ = "/" + folder.relative_to(root).as_posix(), fields_of(folder / "memory.stat"), ""
         # Beyond memory.high the kernel throttles processes. memory.stat of v1 also has the limit of groups above the
         # mount, whose folders are not visible.
-        names, totals = ("memory.max", "memory.high"), list[tuple[int, str]]()
+        names, totals = ["memory.max", "memory.high"], list[tuple[int, str]]()
         if version == 1:
-            names, total_ = ("memory.limit_in_bytes",), "total_"
+            names, total_ = ["memory.limit_in_bytes"], "total_"
         for name in names:
             text = text_of(folder / name).strip()
             if text.isdecimal():  # v2 writes "max" for no limit

@@ -1,4 +1,4 @@
-"""Reads small untrusted files whole: regular files only, up to a limit."""
+"""Reads small untrusted files whole (regular files only, up to a limit), and tells files' states."""
 
 from __future__ import annotations
 
@@ -93,3 +93,12 @@ def _require_regular(status: os.stat_result, path: Path) -> None:
 
 def _too_large(path: Path, most: int) -> OSError:
     return OSError(errno.EFBIG, f"more than the {format_size(most)} that such a file may have", str(path))
+
+
+def state_of(file: Path) -> tuple[int, ...]:
+    """Return a file's device, inode, size and modification time, to compare later; empty if there is no such file."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
