@@ -145,7 +145,7 @@ def no_threads_left() -> Iterator[None]:
     yield
     if _threads():
         gc.collect()  # models that were not closed; not after every test, as it takes 0.1 s
-    end = time.monotonic() + 5  # a thread that ends itself (the monitor's, when the last model leaves) may be at it
+    end = time.monotonic() + 30  # a thread that ends itself (the monitor's, when the last model leaves) may be at it
     while _threads() and time.monotonic() < end:
         time.sleep(0.01)
     if not limits.held:

@@ -349,12 +349,16 @@ def test_a_run_that_is_ended_goes_on_without_loss_and_without_doubles(
             [sys.executable, "-c", slowly, *command(model, source, output, *SHARED)],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-    until = time.monotonic() + 60
-    while not (output.exists() and output.read_bytes().count(b"\n") >= 2):
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.01)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    with process:
+        try:
+            until = time.monotonic() + 60
+            while not (output.exists() and output.read_bytes().count(b"\n") >= 2):
+                assert process.poll() is None and time.monotonic() < until
+                time.sleep(0.01)
+            process.send_signal(number)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == (-9 if number == signal.SIGKILL else 130)
     if number == signal.SIGINT:
         assert "--resume continues" in err and "Traceback" not in err

@@ -328,7 +328,7 @@ class Terminal:
 
     def end(self) -> int:
         try:
-            return self.process.wait(timeout=20)
+            return self.process.wait(timeout=60)
         finally:
             self.process.kill()
             self._reader.join()

@@ -144,7 +144,7 @@ def test_ranks_of_mlx_launch_do_not_outlive_it() -> None:
     ranks = psutil.Process(launcher.pid).children(recursive=True)
     assert len(ranks) == 2
     launcher.kill()
-    _, alive = psutil.wait_procs(ranks, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=30)
     for rank in alive:
         rank.kill()
     assert not alive

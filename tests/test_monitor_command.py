@@ -145,9 +145,12 @@ def test_the_view_takes_a_terminal_over_and_gives_it_back(folder: Path) -> None:
         shown += os.read(main_end, 1 << 16)
         return wanted in shown
 
-    until(lambda: read(b"tokens/s"))
-    process.send_signal(signal.SIGINT)
-    until(lambda: read(b"\x1b[?1049l"))
-    assert process.wait(20) == 0 and process.stderr is not None and process.stderr.read() == b""
-    process.stderr.close()
-    os.close(main_end)
+    with process:
+        try:
+            until(lambda: read(b"tokens/s"))
+            process.send_signal(signal.SIGINT)
+            until(lambda: read(b"\x1b[?1049l"))
+            assert process.wait(60) == 0 and process.stderr is not None and process.stderr.read() == b""
+        finally:
+            process.kill()
+            os.close(main_end)

@@ -29,7 +29,7 @@ OTHER = GenerationRequest(prompt="import os\n", max_tokens=6)
 
 def idle(service: Any) -> bool:
     """Whether nothing is left of what was asked, soon."""
-    engine, until = service.engine, time.monotonic() + 20
+    engine, until = service.engine, time.monotonic() + 60
 
     def nothing() -> bool:
         return bool(engine.running == engine.waiting == 0)

@@ -25,7 +25,7 @@ def own_folder() -> Iterator[Path]:
     shutil.rmtree(base)
 
 
-def until(true: Callable[[], Any], seconds: float = 20.0) -> Any:
+def until(true: Callable[[], Any], seconds: float = 60.0) -> Any:
     """What ``true`` returns as soon as it is something; an error if it never is."""
     end = time.monotonic() + seconds
     while not (found := true()):
