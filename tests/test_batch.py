@@ -337,7 +337,7 @@ def test_more_memory_answers_sooner_and_never_with_a_worse_choice() -> None:
     before = None
     for budget in (500 * MB, 800 * MB, 1_600 * MB, 3_000 * MB):
         size, plan = workload.choose(growing(), planner_for(budget))
-        seconds = workload.sweeps(size) * plan.token_s
+        seconds = workload.passes(size) * plan.token_s
         assert plan.peak_bytes <= budget
         for n in (1, 2, 4, 8, 16, 32):
             try:
@@ -373,7 +373,7 @@ def test_workload_knows_its_longest() -> None:
     assert (workload.context, workload.prompt) == (12, 10)
     assert [s.sequences for s in workload.sizes(growing())] == [1, 2]
     plan: Plan = make_plan(growing(), 3_000 * MB)
-    assert plan.token_s > 0 and workload.sweeps(replace(growing(), sequences=2)) == 9
+    assert plan.token_s > 0 and workload.passes(replace(growing(), sequences=2)) == 9
 
 
 def test_texts_are_mlx_lms_with_their_leading_spaces(short: Path, tokenizer: Any) -> None:

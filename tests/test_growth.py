@@ -30,7 +30,7 @@ from outcore.modules.cache_form import (
 )
 from outcore.modules.hooks import arrays_in
 from outcore.modules.layers import find_layers
-from outcore.modules.trace import Trace, rehearse
+from outcore.modules.trace import Trace, trace_pass
 from outcore.sizes import KV_STEP, held_bytes, held_tokens
 from test_equality import KINDS
 
@@ -38,10 +38,10 @@ CONTEXTS = (1, 255, 256, 257, 600)
 
 
 @functools.cache
-def rehearsed(model_type: str) -> tuple[nn.Module, Trace]:
+def traced_of(model_type: str) -> tuple[nn.Module, Trace]:
     model = zoo.build(model_type)
-    rehearsal = rehearse(model, find_layers(model))
-    return model, rehearse(model, []) if rehearsal.failure else rehearsal
+    traced = trace_pass(model, find_layers(model))
+    return model, trace_pass(model, []) if traced.failure else traced
 
 
 def held_after(model: nn.Module, cache: list[Any], tokens: int, evaluate: bool) -> int:
@@ -55,20 +55,20 @@ def held_after(model: nn.Module, cache: list[Any], tokens: int, evaluate: bool) 
 @pytest.mark.parametrize("model_type", sorted(KINDS))
 def test_real_caches_hold_what_a_few_tokens_foretell_and_at_most_a_step_less(model_type: str) -> None:
     """In uneven chunks, which leave buffers that end anywhere; each followed by a single token."""
-    model, rehearsal = rehearsed(model_type)
-    step = held_bytes([(each, None) for each, _ in rehearsal.growing], 0)
+    model, traced = traced_of(model_type)
+    step = held_bytes([(each, None) for each, _ in traced.growing], 0)
     # What was looked at twice starts with what it held beside what grows.
-    step += sum(c.fixed for c in rehearsal.caches if c.growing is not None)
-    assert sum(c.fixed for c in rehearsal.caches) or rehearsal.growing
+    step += sum(c.fixed for c in traced.caches if c.growing is not None)
+    assert sum(c.fixed for c in traced.caches) or traced.growing
     cache, fed = make_prompt_cache(model), 0
     for context in CONTEXTS:
         chunk, fed = context - fed, context + 1
         if chunk > 0:
-            held = held_after(model, cache, chunk, rehearsal.evaluates)
-            assert held <= rehearsal.cache_bytes(context) + chunk * rehearsal.window_bytes, context
-        held = held_after(model, cache, 1, rehearsal.evaluates)
-        assert held <= rehearsal.cache_bytes(context), context
-        assert held >= rehearsal.cache_bytes(context) - step, context
+            held = held_after(model, cache, chunk, traced.evaluates)
+            assert held <= traced.cache_bytes(context) + chunk * traced.window_bytes, context
+        held = held_after(model, cache, 1, traced.evaluates)
+        assert held <= traced.cache_bytes(context), context
+        assert held >= traced.cache_bytes(context) - step, context
 
 
 @pytest.mark.parametrize("chunk", [1, 23, 100, 187, 256, 300])
@@ -179,10 +179,10 @@ class Odd(nn.Module):
 
 
 def test_a_models_own_cache_is_followed_inside_a_list_of_caches() -> None:
-    rehearsal = rehearse(Odd(), [])
-    assert rehearsal.growing == ((64, None), (8, None))
-    assert rehearsal.cache_bytes(4000) >= 64 * 4096 + 1000 * 32
-    assert rehearsal.cache_bytes(10**6) <= 72 * (10**6 + KV_STEP)
+    traced = trace_pass(Odd(), [])
+    assert traced.growing == ((64, None), (8, None))
+    assert traced.cache_bytes(4000) >= 64 * 4096 + 1000 * 32
+    assert traced.cache_bytes(10**6) <= 72 * (10**6 + KV_STEP)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_a_models_own_cache_is_followed_inside_a_list_of_caches() -> None:
 def test_a_trace_tells_how_attention_is_computed_and_what_is_handed_on(
     model_type: str, scores: int, several: bool, masked: bool | None
 ) -> None:
-    _, rehearsal = rehearsed(model_type)
-    assert rehearsal.passing.scores == scores
-    assert (rehearsal.passing.versions > 0) == several
-    assert (rehearsal.passing.expanded > 0) == (model_type == "deepseek_v3")  # keys and values of latents
-    assert masked is None or (rehearsal.passing.masked > 0) == masked
+    _, traced = traced_of(model_type)
+    assert traced.passing.scores == scores
+    assert (traced.passing.versions > 0) == several
+    assert (traced.passing.expanded > 0) == (model_type == "deepseek_v3")  # keys and values of latents
+    assert masked is None or (traced.passing.masked > 0) == masked

@@ -1,4 +1,4 @@
-"""Finding the layers of any model, swapping their classes, and rehearsing its forward pass without weights."""
+"""Finding the layers of any model, swapping their classes, and tracing its forward pass without weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outcore import UsageError
 from outcore.decode.loader import load_model
 from outcore.modules.hooks import absent, arrays_in, put, swap, unswap
 from outcore.modules.layers import find_layers, is_matrix
-from outcore.modules.trace import rehearse
+from outcore.modules.trace import trace_pass
 
 
 @functools.cache
@@ -208,7 +208,7 @@ def test_a_trace_leaves_every_architecture_as_it_was(model_type: str) -> None:
     model = built(model_type)
     keep: dict[int, Any] = {}
     before = image(model, keep)
-    rehearse(model, find_layers(model))
+    trace_pass(model, find_layers(model))
     assert image(model, {}) == before
 
 
@@ -217,7 +217,7 @@ def test_products_that_a_model_keeps_of_its_weights_are_not_those_of_the_trace()
     model = zoo.build("kimi_k3")
     tokens = mx.array([[3, 17, 99]])
     expected = zoo.build("kimi_k3")(tokens)
-    rehearse(model, find_layers(model))
+    trace_pass(model, find_layers(model))
     assert mx.array_equal(model(tokens), expected)
 
 
@@ -225,7 +225,7 @@ def test_a_trace_that_fails_leaves_the_model_as_it_was_too() -> None:
     for model_type in ("iquestloopcoder", "dbrx"):
         model = zoo.build(model_type)
         before = zoo.build(model_type)(mx.array([[3, 17]]))
-        rehearse(model, find_layers(model))
+        trace_pass(model, find_layers(model))
         assert mx.array_equal(model(mx.array([[3, 17]])), before)
 
 
@@ -246,20 +246,20 @@ def test_a_trace_evaluates_nothing_of_a_model_however_large() -> None:
     mx.eval()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    rehearsal = rehearse(model, layers)
-    assert rehearsal.order == list(range(12))
+    traced = trace_pass(model, layers)
+    assert traced.order == list(range(12))
     assert mx.get_peak_memory() - before < 100_000
     assert mx.get_active_memory() - before < 100_000
     # Keys and values of 2,049 tokens, in steps of 256: 2 x 12 layers x 8 heads x 128 x 4 bytes each.
-    assert rehearsal.cache_bytes(2048) == 2 * 12 * 8 * 128 * 4 * 2304
+    assert traced.cache_bytes(2048) == 2 * 12 * 8 * 128 * 4 * 2304
 
 
 def test_a_model_that_evaluates_inside_its_forward_pass_is_found_out() -> None:
     model = zoo.build("dbrx")
-    rehearsal = rehearse(model, find_layers(model))
-    assert rehearsal.evaluates
-    assert rehearsal.failure is None
-    assert rehearsal.order == [0, 1, 2, 3]
+    traced = trace_pass(model, find_layers(model))
+    assert traced.evaluates
+    assert traced.failure is None
+    assert traced.order == [0, 1, 2, 3]
 
 
 class Evaluating(Tiny):
@@ -273,7 +273,7 @@ class Evaluating(Tiny):
 
 def test_evaluation_between_layers_is_found_out() -> None:
     model = Evaluating(layers=blocks())
-    assert rehearse(model, find_layers(model)).evaluates
+    assert trace_pass(model, find_layers(model)).evaluates
 
 
 class Reaching(Tiny):
@@ -302,22 +302,22 @@ class Odd(Tiny):
 @pytest.mark.parametrize("model_type", ["iquestloopcoder", None])
 def test_a_model_that_reaches_into_layers_from_outside_is_found_out(model_type: str | None) -> None:
     model = zoo.build(model_type) if model_type else Reaching(layers=blocks(2))
-    rehearsal = rehearse(model, find_layers(model))
-    assert rehearsal.failure is not None
-    assert rehearse(model, []).failure is None  # with nothing streamed it runs
+    traced = trace_pass(model, find_layers(model))
+    assert traced.failure is not None
+    assert trace_pass(model, []).failure is None  # with nothing streamed it runs
 
 
 def test_a_neighbours_norm_may_be_read() -> None:
     model = Norming(layers=blocks(2))
-    rehearsal = rehearse(model, find_layers(model))
-    assert (rehearsal.failure, rehearsal.order) == (None, [0, 1])
+    traced = trace_pass(model, find_layers(model))
+    assert (traced.failure, traced.order) == (None, [0, 1])
 
 
 def test_the_order_is_the_one_in_which_layers_are_called() -> None:
     odd = Odd(layers=blocks(4))
-    assert rehearse(odd, find_layers(odd)).order == [2, 0, 2, 3]
+    assert trace_pass(odd, find_layers(odd)).order == [2, 0, 2, 3]
     twice = zoo.build("nanbeige")
-    assert rehearse(twice, find_layers(twice)).order == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert trace_pass(twice, find_layers(twice)).order == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("model_type", zoo.RUNNABLE)
@@ -325,13 +325,13 @@ def test_every_layer_of_every_architecture_is_called_in_turn(model_type: str) ->
     """But for the one that reaches into its layers."""
     model = built(model_type)
     layers = find_layers(model)
-    rehearsal = rehearse(model, layers)
+    traced = trace_pass(model, layers)
     if model_type == "iquestloopcoder":
-        assert rehearsal.failure
+        assert traced.failure
         return
-    assert rehearsal.failure is None
-    assert rehearsal.evaluates == (model_type == "dbrx")
-    assert rehearsal.order == list(range(len(layers))) * (2 if model_type == "nanbeige" else 1)
+    assert traced.failure is None
+    assert traced.evaluates == (model_type == "dbrx")
+    assert traced.order == list(range(len(layers))) * (2 if model_type == "nanbeige" else 1)
 
 
 def test_arrays_are_found_in_whatever_a_layer_is_given_or_returns() -> None:
@@ -345,13 +345,13 @@ def test_arrays_are_found_in_whatever_a_layer_is_given_or_returns() -> None:
 @pytest.mark.parametrize("model_type", ["gemma3_text", "baichuan_m1", "recurrent_gemma", "qwen3_5"])
 def test_sliding_windows_hold_a_chunk_more_and_that_is_counted(model_type: str) -> None:
     model = zoo.build(model_type)
-    rehearsal = rehearse(model, find_layers(model))
-    assert (rehearsal.window_bytes > 0) == (model_type != "qwen3_5")
+    traced = trace_pass(model, find_layers(model))
+    assert (traced.window_bytes > 0) == (model_type != "qwen3_5")
     cache = make_prompt_cache(model)
     for chunk in (64, 64, 64, 64, 43, 1):
         mx.eval(model(mx.zeros((1, chunk), dtype=mx.int32), cache=cache), [c.state for c in cache])
         held = sum(a.nbytes for a in arrays_in(cache))
-        assert held <= rehearsal.cache_bytes(300) + 64 * rehearsal.window_bytes
+        assert held <= traced.cache_bytes(300) + 64 * traced.window_bytes
 
 
 def test_a_streamed_models_weights_are_not_saved_without_those_on_disk(tmp_path: Path) -> None:

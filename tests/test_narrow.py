@@ -40,7 +40,7 @@ def test_the_table_of_budgets_is_whole(width: int, demo_model: Path) -> None:
     prepared = prepare(demo_model, memory="20MB", context=64)
     plan = prepared.plan
     # Longest words, and both marks in one row.
-    shown = printed(_curve_table([replace(plan, ttft_s=1234.5), plan], plan, plan, foretold=True), width)
+    shown = printed(_curve_table([replace(plan, ttft_s=1234.5), plan], plan, plan, predicted=True), width)
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
     assert shown.count("← this plan ← recommended") == 2 and about(1 / plan.token_s) in shown
     assert "read/" in shown and "tokens/s" in shown

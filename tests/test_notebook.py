@@ -42,7 +42,7 @@ def test_tab_lists_what_the_docs_name(loaded: Any) -> None:
     assert {"budget_bytes", "peak_bytes", "resident", "streams"} <= {*dir(session.plan)}
     for shown in (session, session.plan, outcore):
         assert all(hasattr(shown, name) for name in dir(shown))
-    assert not {"run_s", "foretold", "split", "html"} & {*dir(session.plan)}
+    assert not {"run_s", "predicted", "split", "html"} & {*dir(session.plan)}
 
 
 def test_progress_is_a_bar_in_notebooks_alone(monkeypatch: pytest.MonkeyPatch) -> None:

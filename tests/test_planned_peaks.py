@@ -224,23 +224,23 @@ def test_products_before_the_layers_are_no_heads(model_type: str, resident: int 
 
 def test_passes_share_a_reading_as_far_as_their_graphs_are_small() -> None:
     graph = Graph(layers=10, most=10 * 1_280_000)
-    assert graph.sweeps([16] * 10) == [10]
-    assert graph.sweeps([16] * 25 + [1]) == [10, 10, 6]
-    assert Graph(10, most=1).sweeps([64, 64, 1]) == [1, 1, 1]
+    assert graph.readings([16] * 10) == [10]
+    assert graph.readings([16] * 25 + [1]) == [10, 10, 6]
+    assert Graph(10, most=1).readings([64, 64, 1]) == [1, 1, 1]
     by_token = Graph(1, 10, most=140_000 * 100 + 2 * 128_000)
-    assert by_token.sweeps([50, 50, 50, 49]) == [2, 2]
-    assert by_token.sweeps([2000, 1]) == [1, 1]
-    assert graph.sweeps([]) == []
-    assert Graph(0).sweeps([16, 16, 1]) == [3]  # the first of several ranks, which has none of the layers
+    assert by_token.readings([50, 50, 50, 49]) == [2, 2]
+    assert by_token.readings([2000, 1]) == [1, 1]
+    assert graph.readings([]) == []
+    assert Graph(0).readings([16, 16, 1]) == [3]  # the first of several ranks, which has none of the layers
 
 
 def test_passes_share_a_reading_as_far_as_what_they_hold_for_later_layers_is_small() -> None:
     graph = Graph(1, versions=10, held=10 * (256 + 300))
-    assert graph.sweeps([100] * 4, 400) == [1, 1, 1, 1]  # two are more than that already
-    assert replace(graph, held=10 * (3 * 256 + 100 + 200 + 300)).sweeps([100] * 4, 400) == [3, 1]
-    assert replace(graph, held=10 * (3 * 256 + 100 + 200 + 300)).sweeps([100] * 4, 4000) == [1, 1, 1, 1]
-    assert Graph(1, masked=1, held=16 * (16 + 32)).sweeps([16] * 4, 64) == [2, 1, 1]
-    assert Graph(1).sweeps([100] * 4, 4000) == [4]
+    assert graph.readings([100] * 4, 400) == [1, 1, 1, 1]  # two are more than that already
+    assert replace(graph, held=10 * (3 * 256 + 100 + 200 + 300)).readings([100] * 4, 400) == [3, 1]
+    assert replace(graph, held=10 * (3 * 256 + 100 + 200 + 300)).readings([100] * 4, 4000) == [1, 1, 1, 1]
+    assert Graph(1, masked=1, held=16 * (16 + 32)).readings([16] * 4, 64) == [2, 1, 1]
+    assert Graph(1).readings([100] * 4, 4000) == [4]
 
 
 # What a process takes

@@ -161,7 +161,7 @@ class Loop:
     """Sweeps as the engine does them: at most ``lag`` units behind the one being taken are still held.
 
     Every unit's bytes are checked when they arrive and again just before its slot is given back; so is that each turn
-    has the slot that was foretold and that no slot is taken twice at once.
+    has the slot that was announced and that no slot is taken twice at once.
     """
 
     def __init__(self, ring: Ring, data: bytes, lag: int = 1) -> None:
@@ -178,9 +178,9 @@ class Loop:
         held: list[Lease] = []
         self.ring.begin_pass()
         for unit in order:
-            foretold = self.ring.next_slot
+            announced = self.ring.next_slot
             lease = self.ring.take(unit)
-            assert (lease.unit, lease.turn, lease.slot) == (unit, self.turns, foretold)
+            assert (lease.unit, lease.turn, lease.slot) == (unit, self.turns, announced)
             assert lease.slot == self.turns % len(self.ring.slots)
             assert lease.slot not in {other.slot for other in held}
             self.turns += 1

@@ -99,7 +99,7 @@ def show(
     rising = _rising(plans, plan)
     best, computing = knee(rising, available), computing_from(plans)
     row, name = _row(plan, device is not None), name_of(Path(prepared.given))
-    low, high = token_range_s(plan) if plan.foretold and device is None else (None, None)
+    low, high = token_range_s(plan) if plan.predicted and device is None else (None, None)
     record = facts(plan) | {
         "model": name,
         "title": f"{name} on {device}" if device else name,
@@ -171,7 +171,7 @@ def facts(plan: Plan) -> dict[str, Any]:
 
 
 def _row(p: Plan, device: bool) -> dict[str, Any]:
-    known = device or p.foretold
+    known = device or p.predicted
     return {
         "budget_bytes": p.budget_bytes,
         "tps": 1 / p.token_s if known else None,
@@ -253,7 +253,7 @@ def _sentences(
     else:
         memory = format_size(best.budget_bytes, round_up=True).replace(" ", "")
         why = "(everything fits)"
-        if record["device"] or best.foretold:
+        if record["device"] or best.predicted:
             why = f"(about {about(1 / best.token_s)} tokens/s); more memory gains less than 5 %"
         yield f"Recommended: --memory {memory} {why}."
     if record["device"] is None:
@@ -292,12 +292,12 @@ def held(plan: Plan) -> str:
     return f"{text} through {plan.slots} slots, {format_size(plan.bytes_per_token)} read per token"
 
 
-def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, foretold: bool) -> Table:
+def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, predicted: bool) -> Table:
     rows = []
     for p in plans:
         marks = ["← this plan"] * (p.budget_bytes == plan.budget_bytes)
         marks += ["← recommended"] * (best is not None and p.budget_bytes == best.budget_bytes)
-        known = foretold or p.foretold
+        known = predicted or p.predicted
         rows.append([
             format_size(p.budget_bytes, round_up=True),
             f"{sum(n for _, n in p.pools)} of {p.experts} experts" if p.pools else p.held,

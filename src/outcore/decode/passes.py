@@ -101,7 +101,7 @@ def run_passes(
     if prompts and not each_alone:
         lengths = [each.tokens for each in passes[:prompts]]
         graph = session.size.graph(on_cpu(), session.plan.split)
-        counts = list(session.transport.numbers(lambda: graph.sweeps(lengths, context)))
+        counts = list(session.transport.numbers(lambda: graph.readings(lengths, context)))
     counts[-1] += len(passes) - sum(counts)
     at = 0
     for count in counts:

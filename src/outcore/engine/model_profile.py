@@ -16,7 +16,7 @@ from ..disk.layout import COPY_ROWS, Unit
 from ..errors import UnsupportedModelError
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
 from ..modules.layers import STREAMED, Layer, Projection, find_layers, find_pieces, find_tables, named_parameters
-from ..modules.trace import Trace, rehearse
+from ..modules.trace import Trace, trace_pass
 from ..plan.cache_size import COPIED, COPIED_ELSEWHERE
 from ..plan.model_size import (
     METAL_REUSE_BYTES,
@@ -290,11 +290,11 @@ def _traced(
     largest = max((t.nbytes for t in tables), default=0)
     tables = [t for t in tables if t.nbytes * 8 >= largest]
     routed = {} if experts is None else {i: experts.switches_in(layer) for i, layer in enumerate(layers)}
-    found = rehearse(model, layers, tables, pieces, to.target, routed)
+    found = trace_pass(model, layers, tables, pieces, to.target, routed)
     if found.failure is not None and tables:
         # The model's code reads a table's weights directly; layers may be streamable all the same.
         tables = []
-        found = rehearse(model, layers, (), pieces, to.target, routed)
+        found = trace_pass(model, layers, (), pieces, to.target, routed)
     if found.failure is not None:
         why = f"its forward pass reaches into layers from outside ({found.failure})"
         return _all_resident(model), pieces, [], [f"nothing can be streamed: {why}"]
@@ -306,7 +306,7 @@ def _traced(
 
 def _all_resident(model: nn.Module) -> Trace:
     """Traces a model with all weights in place. Raises UnsupportedModelError if even then its pass cannot be built."""
-    trace = rehearse(model, [])
+    trace = trace_pass(model, [])
     if trace.failure is not None:
         why = " ".join(trace.failure.split())[:200]
         raise UnsupportedModelError(f"mlx-lm cannot run this model ({why}): is its config.json right?")

@@ -163,7 +163,7 @@ class Trace:
         return sum(c.window for c in self.caches)
 
 
-def rehearse(
+def trace_pass(
     model: nn.Module,
     layers: Sequence[Layer],
     tables: Sequence[Layer] = (),
@@ -217,7 +217,7 @@ def rehearse(
 
 @dataclass
 class _Run:
-    """One attempt to build the forward pass; arguments as in ``rehearse``.
+    """One attempt to build the forward pass; arguments as in ``trace_pass``.
 
     Attributes:
         foreign: whether placeholders belong to another thread's stream.

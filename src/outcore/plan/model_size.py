@@ -73,7 +73,7 @@ class Graph:
     masked: int = 0
     held: int = 0
 
-    def sweeps(self, passes: Sequence[int], context: int = 0) -> list[int]:
+    def readings(self, passes: Sequence[int], context: int = 0) -> list[int]:
         """Returns, for each reading of the weights, how many passes share it.
 
         Args:

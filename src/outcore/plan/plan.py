@@ -97,7 +97,7 @@ class Plan(MemoryUse):
         if self.pools:
             ring = f", {format_size(self.bytes_per_token)} read a token"
         peak, budget = format_size(self.peak_bytes), format_size(self.budget_bytes)
-        speed = f"; {1 / self.token_s:.2f} tokens a second" if self.token_s and self.foretold else ""
+        speed = f"; {1 / self.token_s:.2f} tokens a second" if self.token_s and self.predicted else ""
         how = f" {'predicted' if self.calibrated else 'assumed, not measured'}" if speed else ""
         return f"<Plan: {self.held} resident{ring}; {peak} at most of {budget}; context {self.context}{speed}{how}>"
 
@@ -109,7 +109,7 @@ class Plan(MemoryUse):
             "memory": f"{format_size(self.peak_bytes)} at most, of {format_size(self.budget_bytes)}",
             "context": f"{self.context} tokens",
         }
-        if self.token_s and self.foretold:
+        if self.token_s and self.predicted:
             rows["predicted" if self.calibrated else "assumed"] = f"{1 / self.token_s:.2f} tokens a second"
         cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in [*rows.items(), *more])
         return f"<table><caption>{title}</caption>{''.join(cells)}</table>"
@@ -121,7 +121,7 @@ class Plan(MemoryUse):
         return [*(each.name for each in fields(self)), "held", "peak_bytes", "streams"]
 
     @property
-    def foretold(self) -> bool:
+    def predicted(self) -> bool:
         """Whether ``token_s`` is worth showing.
 
         Not if nothing is streamed and the device was not measured: devices differ more in speed than disks.

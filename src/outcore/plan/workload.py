@@ -76,7 +76,7 @@ class Workload:
             for room in sorted({max(size.context, n * need) for need in likely}, reverse=True):
                 yield replace(several, shared=room)
 
-    def sweeps(self, size: ModelSize) -> float:
+    def passes(self, size: ModelSize) -> float:
         """Returns how many passes all requests take, if the longest begin first."""
         answers = sorted(((prompt + answer, answer) for prompt, answer in self.requests), reverse=True)
         decoding = sum(answer / max(1, min(size.sequences, size.room // need)) for need, answer in answers)
@@ -100,7 +100,7 @@ class Workload:
         return best or (fewest := next(self.sizes(size)), plan_for(fewest))  # which raises again
 
     def _seconds(self, size: ModelSize, plan: Plan) -> float:
-        return self.sweeps(size) * plan.token_s
+        return self.passes(size) * plan.token_s
 
 
 # Tokens of context that memory is reserved for by default.
