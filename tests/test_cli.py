@@ -266,7 +266,7 @@ def wait_for(process: subprocess.Popen[str], there: Callable[[], bool]) -> None:
 def assert_interrupted(process: subprocess.Popen[str]) -> str:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, err
     assert err.rstrip().endswith("interrupted") and "Traceback" not in err
     return err
 

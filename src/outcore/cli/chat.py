@@ -67,17 +67,11 @@ def run(args: argparse.Namespace) -> None:
                     for line in messages:
                         if not commands.handle(line):
                             break
-            except KeyboardInterrupt:
-                _report(args, commands.chat)
-                raise
-            _report(args, commands.chat)
-
-
-def _report(args: argparse.Namespace, chat: Chat) -> None:
-    record = chat.record()
-    answers, tokens = counted(len(chat.turns), "answer"), counted(record["generation_tokens"], "token")
-    print_summary([f"Conversation: {answers}, {tokens}"], chat.session)
-    args.result.record = record | engine_record(chat.session)
+            finally:  # also when Ctrl-C ends it
+                turns, record, session = commands.chat.turns, commands.chat.record(), commands.chat.session
+                tokens = counted(record["generation_tokens"], "token")
+                print_summary([f"Conversation: {counted(len(turns), 'answer')}, {tokens}"], session)
+                args.result.record = record | engine_record(session)
 
 
 def prepared(args: argparse.Namespace, bar: ProgressBar) -> Callable[[], Chat]:

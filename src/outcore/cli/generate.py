@@ -19,7 +19,6 @@ from ..checks import whole
 from ..decode.generate import stream_generate
 from ..decode.loader import load_model
 from ..decode.prompt import cached_tokens
-from ..engine.session import Session
 from ..errors import UsageError
 from ..machine.settings import setting
 from ..modules.cache_check import check_cache
@@ -76,24 +75,17 @@ def run(args: argparse.Namespace) -> None:
                     pass
             except KeyboardInterrupt:
                 answer.finish = "interrupted"
-                if answer.tokens:
-                    _report(args, session, answer, held + len(prompt))
                 raise
-            _report(args, session, answer, held + len(prompt))
-
-
-def _report(args: argparse.Namespace, session: Session, answer: AnswerOutput, before: int) -> None:
-    """Prints the summary of an answer after ``before`` tokens, and makes the JSON document."""
-    print(flush=True)
-    note_unquantized(args, session, before + len(answer.tokens))
-    r = answer.record()
-    if args.verbose:
-        lines = [
-            f"Prompt: {counted(r['prompt_tokens'], 'token')}, {r['ttft_s']:.2f} s to the first token",
-            f"Generation: {counted(len(r['tokens']), 'token')}, {r['generation_tps']:.3f} tokens per second",
-        ]
-        print_summary(lines, session)
-    args.result.record = r | engine_record(session)
+            finally:
+                if answer.tokens:
+                    print(flush=True)
+                    note_unquantized(args, session, held + len(prompt) + len(answer.tokens))
+                    r = answer.record()
+                    tokens, first = counted(r["prompt_tokens"], "token"), f"{r['ttft_s']:.2f} s to the first token"
+                    made = f"{counted(len(r['tokens']), 'token')}, {r['generation_tps']:.3f} tokens per second"
+                    if args.verbose:
+                        print_summary([f"Prompt: {tokens}, {first}", f"Generation: {made}"], session)
+                    args.result.record = r | engine_record(session)
 
 
 def prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, Any]]:

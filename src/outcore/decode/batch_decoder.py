@@ -175,7 +175,9 @@ class BatchDecoder:
         with mx.stream(generation_stream):
             fresh = make_prompt_cache(self._model)
             # Caches of layers without attention stay empty, and mlx-lm cannot take a row out of those.
-            caches = [f if _is_empty(c) else c.extract(i) for c, f in zip(self._caches, fresh, strict=True)]
+            growing = BatchKVCache | BatchRotatingKVCache
+            empty = [isinstance(c, growing) and c.keys is None for c in self._caches]
+            caches = [f if e else c.extract(i) for c, e, f in zip(self._caches, empty, fresh, strict=True)]
             own_memory(caches)
         # Remove the row now, so that it is not in memory twice while other rows are taken out.
         self.remove([uid])
@@ -185,7 +187,3 @@ class BatchDecoder:
         if self._session.streaming is not None:
             self._session.streaming.drain()
         self._rows, self._caches = [], []
-
-
-def _is_empty(cache: Any) -> bool:
-    return isinstance(cache, BatchKVCache | BatchRotatingKVCache) and cache.keys is None

@@ -56,7 +56,9 @@ def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
         token_s = sum(turn.compute_s for turn in size.on_demand.turns(size, plan, calibration))
     else:
         token_s = _timing(size, plan, calibration, [(size.sequences, 1)], size.context).sweep_s
-    prompt = _timing(size, plan, calibration, _passes(size.prompt, plan.prefill_step), size.prompt)
+    whole, rest = divmod(max(0, size.prompt - 1), plan.prefill_step)
+    passes: Passes = [(plan.prefill_step, whole), (rest, 1 if rest else 0), (1, 1)]  # chunks, then the last token alone
+    prompt = _timing(size, plan, calibration, passes, size.prompt)
     known = calibration.seconds(size.rest_kind, 1) is not None
     return replace(plan, token_s=token_s, ttft_s=prompt.first_s, calibrated=calibration.measured and known)
 
@@ -78,12 +80,6 @@ UNEVEN = 0.8
 
 # Tokens per pass, and the number of such passes: long prompts have thousands.
 Passes = Sequence[tuple[int, int]]
-
-
-def _passes(prompt: int, step: int) -> Passes:
-    """A prompt's passes: chunks, then the last token alone."""
-    whole, rest = divmod(max(0, prompt - 1), step)
-    return [(step, whole), (rest, 1 if rest else 0), (1, 1)]
 
 
 class Turn(NamedTuple):

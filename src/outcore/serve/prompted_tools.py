@@ -42,7 +42,8 @@ def written_out(
             text = f"<tool_response{name}>\n{message.get('content') or ''}\n</tool_response>"
             message = {"role": "user", "content": text}
         elif calls := message.pop("tool_calls", None):
-            written = (json.dumps(_called(call["function"]), ensure_ascii=False) for call in calls)
+            said = [{"name": f["name"], "arguments": f.get("arguments") or {}} for f in (c["function"] for c in calls)]
+            written = (json.dumps(call, ensure_ascii=False) for call in said)
             texts = [message.get("content") or "", *(f"{CALL}\n{text}\n{CALL_END}" for text in written)]
             message["content"] = "\n".join(filter(None, texts))
         if results and message["role"] == "user":  # many templates need turns that alternate
@@ -61,7 +62,3 @@ def written_out(
         else:
             first["content"] = joined([described, first["content"]], "\n\n")
     return made
-
-
-def _called(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": function["name"], "arguments": function.get("arguments") or {}}
