@@ -30,6 +30,11 @@ from .output import tell
 SPREAD, ASSUMED_SPREAD = 1.25, 2.0
 
 
+def token_range_s(plan: Plan) -> tuple[float, float]:
+    spread = SPREAD if plan.calibrated else ASSUMED_SPREAD
+    return plan.token_s / spread, plan.token_s * spread
+
+
 def run(args: argparse.Namespace) -> None:
     prepared, notes = _prepare(args)
     args.result.record = show(
@@ -94,8 +99,7 @@ def show(
     rising = _rising(plans, plan)
     best, computing = knee(rising, available), computing_from(plans)
     row, name = _row(plan, device is not None), name_of(Path(prepared.given))
-    spread = SPREAD if plan.calibrated else ASSUMED_SPREAD
-    low, high = (plan.token_s / spread, plan.token_s * spread) if plan.predicted and device is None else (None, None)
+    low, high = token_range_s(plan) if plan.predicted and device is None else (None, None)
     record = facts(plan) | {
         "model": name,
         "title": f"{name} on {device}" if device else name,
