@@ -394,6 +394,7 @@ def test_lines_are_pasted_continued_typed_during_an_answer_and_kept_for_the_next
             terminal.type("typed\x08\x08\x08\x08\x08" + PASTE.format("first line\nsecond line") + "\r")
         # The prompt's own handler of the signal is gone when the answer's progress is shown.
         while termios.tcgetattr(terminal.master)[3] & termios.ECHO or len(terminal.shown) < 40:
+            assert terminal.process.poll() is None, terminal.shown
             time.sleep(0.01)
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for("stopped")
