@@ -13,7 +13,7 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Target:
+class DraftedModel:
     """A model that is drafted for; None: a drafter's config does not say."""
 
     hidden: int | None = None
@@ -82,12 +82,12 @@ class BlockDrafter(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def made_for(cls, config: Config) -> Target:
+    def made_for(cls, config: Config) -> DraftedModel:
         """Returns what the config says of the model that the drafter was made for."""
         raise NotImplementedError
 
     @classmethod
-    def made(cls, config: Config, shapes: Mapping[str, tuple[int, ...]], target: Target) -> BlockDrafter:
+    def made(cls, config: Config, shapes: Mapping[str, tuple[int, ...]], target: DraftedModel) -> BlockDrafter:
         """Returns the network with any weights.
 
         Args:

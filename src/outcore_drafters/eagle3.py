@@ -16,7 +16,7 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import initialize_rope
 
-from .drafter import BlockDrafter, Config, Shared, Target
+from .drafter import BlockDrafter, Config, DraftedModel, Shared
 
 # SpecForge's name for the first layer.
 MIDDLE = "midlayer."
@@ -93,7 +93,7 @@ class Layer(nn.Module):
 class Eagle3(BlockDrafter):
     kind = "EAGLE-3"
 
-    def __init__(self, config: Config, taps: tuple[int, ...], target: Target, own_head: bool) -> None:
+    def __init__(self, config: Config, taps: tuple[int, ...], target: DraftedModel, own_head: bool) -> None:
         super().__init__()
         inner = _layer_config(config)
         hidden, eps = inner["hidden_size"], inner.get("rms_norm_eps", 1e-6)
@@ -121,10 +121,10 @@ class Eagle3(BlockDrafter):
         return any("eagle3" in str(name).lower() for name in names)
 
     @classmethod
-    def made_for(cls, config: Config) -> Target:
+    def made_for(cls, config: Config) -> DraftedModel:
         inner = _layer_config(config)
         verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-        return Target(
+        return DraftedModel(
             config.get("target_hidden_size") or inner["hidden_size"],
             inner["vocab_size"],
             verifier.get("num_hidden_layers"),
@@ -132,7 +132,7 @@ class Eagle3(BlockDrafter):
         )
 
     @classmethod
-    def made(cls, config: Config, shapes: Mapping[str, tuple[int, ...]], target: Target) -> Eagle3:
+    def made(cls, config: Config, shapes: Mapping[str, tuple[int, ...]], target: DraftedModel) -> Eagle3:
         layers, hidden, vocabulary = target.layers or 0, target.hidden or 1, target.vocabulary
         reduced = (config.get("draft_vocab_size") or vocabulary) != vocabulary
         if reduced and ("lm_head.weight" not in shapes or "d2t" not in shapes):
