@@ -178,9 +178,15 @@ class ModelOptions:
         "What drafts tokens, so that one forward pass yields several: ngram (repetitions in the text), self or "
         "self:BITS (a low-bit copy of the model in memory, made once; for a quantized model, the high bits of its "
         "weights, after which only the low bits are streamed), mtp or mtp:FOLDER (the original model's "
-        "multi-token-prediction head, from that folder), none, a model with the same tokenizer, or auto: the fastest "
-        "by prediction. Default: auto.",
+        "multi-token-prediction head, from that folder), a published drafter (EAGLE-3, DFlash, DSpark), none, a model "
+        "with the same tokenizer, or auto: the fastest by prediction. Default: auto.",
         metavar="WHAT",
+    )
+    draft_bits: int | None = _option(
+        None,
+        "Quantize a published drafter to this many bits as it is loaded: 2, 3, 4, 6 or 8. Default: as it is stored.",
+        least=2,
+        metavar="N",
     )
     model_config: dict[str, Any] | None = _option(None, "As in mlx_lm.load. Default: none.")
     trust_remote_code: bool = _option(False, "Run code that comes with the model or its tokenizer.")

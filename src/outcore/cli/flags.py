@@ -90,6 +90,7 @@ _FLAGS = [
         "drafts (speculative decoding: several tokens per forward pass, the same text)",
         # --draft-model is mlx-lm's name. The default None tells a flag that was not given from ``auto``.
         _option("draft", "--draft-model", default=None),
+        _option("draft_bits"),
         flag("--num-draft-tokens", "Draft at most N tokens. Default: as many as speed up.", type=int, metavar="N"),
     ),
     flag("--input -i", "File of requests, one JSON object per line.", type=Path, required=True, metavar="FILE"),
@@ -182,10 +183,10 @@ def model_name(model: str) -> str:
 
 
 _CACHE = "kv-bits kv-group-size quantized-kv-start"
-_DRAFT = "draft num-draft-tokens"
+_DRAFT = "draft draft-bits num-draft-tokens"
 _ROOM = "longer texts get room when they come. Default: 2048, or what fits"
 
-PLANNED = (FLAGS["context"].but(group=""), FLAGS["prompt-tokens"].but(group=""), FLAGS["draft"])
+PLANNED = (FLAGS["context"].but(group=""), FLAGS["prompt-tokens"].but(group=""), FLAGS["draft"], FLAGS["draft-bits"])
 
 _NETWORK = grouped(
     "network",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +18,13 @@ from outcore.modules.hooks import copy_of, swap
 
 # The most tokens whose states are kept.
 WINDOW = 256
+
+
+class Tap(Protocol):
+    """Records states that a model's passes compute."""
+
+    def listening(self) -> AbstractContextManager[list[mx.array]]:
+        """Returns a context in which states of passes that this thread builds are recorded, (1, tokens, hidden)."""
 
 
 class HiddenTap:
@@ -53,11 +60,11 @@ class HiddenStates:
     """Hidden states by the position of their tokens in a text; a ``HiddenKeeper``.
 
     Args:
-        tap: records the output of the model's final norm.
+        tap: records the states.
         window: the most tokens whose states are kept.
     """
 
-    def __init__(self, tap: HiddenTap, window: int = WINDOW) -> None:
+    def __init__(self, tap: Tap, window: int = WINDOW) -> None:
         self._tap = tap
         self.window = window
         self._first = 0  # position of the first token of a prompt whose state is needed

@@ -38,12 +38,19 @@ class DraftSource:
         usage: how ``--draft`` is written for this kind, for error messages.
         names_models: this kind takes a ``--draft`` that names no kind, as the name of a draft model.
         over_ranks: can draft for a model that several machines share.
+        quantizes: takes the option ``draft_bits``.
     """
 
     kind: str
     usage: str
     names_models = False
     over_ranks = True
+    quantizes = False
+
+    def takes(self, asked: str) -> bool:
+        """Returns whether a ``--draft`` that names no kind names a folder or a model of the Hub that is of this kind.
+        Others are draft models."""
+        return False
 
     def parse(self, asked: str, argument: str | None) -> Any:
         """Returns the argument of ``--draft`` in the form that ``open`` takes.
@@ -131,7 +138,7 @@ def parse_draft(draft: str) -> tuple[str, Any]:
     meant = difflib.get_close_matches(draft.lower(), words, 1)
     if meant and not Path(draft).exists():
         raise UsageError(f"{asked}: no such folder; did you mean {meant[0]}? {_ways()}")
-    by_name = for_models(asked)
+    by_name = next((source for source in sources.values() if source.takes(draft)), None) or for_models(asked)
     return by_name.kind, by_name.parse(draft, draft)
 
 
@@ -141,8 +148,11 @@ def _ways() -> str:
 
 def with_draft(kind: str, which: Any, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft | None]:
     """Returns the profile with its draft, and the draft; n-grams for ``auto``. Raises as ``DraftSource.open``."""
+    source = None if kind in OWN else draft_source(kind)
+    if not (source is not None and source.quantizes) and opening.options.draft_bits is not None:
+        raise UsageError(
+            f"{called('draft_bits')}: only for a published drafter, as {called('draft')} FOLDER names one; leave it out"
+        )
     if kind == NONE:
         return profile, None
-    if kind in OWN:
-        return profile, Draft(NGRAM, NGRAM)
-    return draft_source(kind).open(which, profile, opening)
+    return (profile, Draft(NGRAM, NGRAM)) if source is None else source.open(which, profile, opening)

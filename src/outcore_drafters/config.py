@@ -1,0 +1,158 @@
+"""Reads a drafter's folder: which kind its config says it is, and whether it was made for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
+
+from outcore.errors import CheckpointError, UnsupportedModelError, UsageError
+from outcore.machine.random_state import random_state_kept
+from outcore.machine.small_files import CONFIG_BYTES, parse_json, read_small
+from outcore.text import one_line
+from outcore_drafts.mtp.layouts import tensors_in
+
+from .drafter import BlockDrafter, Config, Target
+from .kinds import KINDS
+
+# What is in the names of drafters' classes and types, also of kinds that are not known here.
+WORDS = ("eagle", "dflash", "dspark", "specul", "medusa", "hydra", "drafter", "draftmodel", "assistant")
+
+KEYS = ("speculators_model_type", "draft_vocab_size", "dflash_config")
+
+GROUPS = (64, 32)
+
+T = TypeVar("T")
+
+# Maps a parameter's path and dtype to the dtype that it is computed in; None: its own.
+ComputeDtype = Callable[[str, mx.Dtype], mx.Dtype | None]
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Returns the folder's config. Raises ``CheckpointError`` if it cannot be read."""
+    path = folder / "config.json"
+    try:
+        found = parse_json(read_small(path, CONFIG_BYTES))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path}: cannot be read: {one_line(e)}") from e
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: is not a JSON object")
+    return found
+
+
+def is_drafter(config: Config) -> bool:
+    """Returns whether a config is of a drafter, of whatever kind, not of a whole model."""
+    return any(key in config for key in KEYS) or any(w in name.lower() for name in _names(config) for w in WORDS)
+
+
+def kind_of(folder: Path, config: Config) -> type[BlockDrafter]:
+    """Returns the drafter's kind. Raises ``UnsupportedModelError`` if it is unknown."""
+    try:
+        found = next((kind for kind in KINDS if kind.claims(config)), None)
+    except (AttributeError, TypeError):
+        found = None
+    if found is None:
+        names = ", ".join(_names(config)) or "its config names none"
+        known = ", ".join(kind.kind for kind in KINDS)
+        raise UnsupportedModelError(f"{folder}: a drafter of an unknown kind ({names}); known are {known}")
+    return found
+
+
+def _names(config: Config) -> list[str]:
+    architectures = config.get("architectures")
+    listed = architectures if isinstance(architectures, list) else []
+    named = (config.get("speculators_model_type"), config.get("model_type"), *listed)
+    return [name for name in named if isinstance(name, str)]
+
+
+def check_target(folder: Path, kind: type[BlockDrafter], config: Config, model: Target, of: Path) -> None:
+    """Raises ``UsageError`` if the drafter was made for another model than the one in the folder ``of``."""
+    made_for = _understood(folder, kind, lambda: kind.made_for(config))
+    for field, what in (("hidden", "states of {}"), ("vocabulary", "{} tokens"), ("layers", "{} layers")):
+        theirs, ours = getattr(made_for, field), getattr(model, field)
+        if theirs is not None and theirs != ours:
+            wrong = f"{what.format(theirs)}; {of} has {ours}"
+            raise UsageError(f"{folder}: a drafter for another model, with {wrong}; give one that was made for it")
+    if made_for.model_type not in (None, model.model_type):
+        raise UsageError(
+            f"{folder}: a drafter for another model, of type {made_for.model_type}; {of} is of type "
+            f"{model.model_type}; give one that was made for it"
+        )
+
+
+def open_drafter(
+    folder: Path, config: Config, kind: type[BlockDrafter], model: Target, bits: int | None, compute: ComputeDtype
+) -> BlockDrafter:
+    """Returns the drafter, lazy: none of its weights has been read.
+
+    Args:
+        bits: quantize it to so many bits; None: leave it as it is stored.
+
+    Raises:
+        CheckpointError, MissingFileError, HeaderError: tensors are missing or damaged.
+        UnsupportedModelError: the config cannot be understood.
+        UsageError: it reads layers that the model does not have.
+    """
+    tensors = tensors_in(folder)
+    arrays: dict[str, mx.array] = {}
+    for file in sorted({info.file for info in tensors.values()}):
+        loaded: Any = mx.load(str(file))
+        arrays.update(loaded)
+
+    def made() -> tuple[BlockDrafter, dict[str, mx.array]]:
+        weights = kind.renamed(arrays)
+        with random_state_kept():
+            return kind.made(config, {name: a.shape for name, a in weights.items()}, model), weights
+
+    network, weights = _understood(folder, kind, made)
+    if max(network.taps) >= (model.layers or 0):
+        raise UsageError(
+            f"{folder}: a drafter for another model: it reads layer {max(network.taps)}, and this one's last is "
+            f"{(model.layers or 0) - 1}; give one that was made for it"
+        )
+    stored: Mapping[str, Any] = config.get("quantization") or {"group_size": 64, "bits": 4}
+    nn.quantize(
+        network,
+        stored["group_size"],
+        stored["bits"],
+        mode=stored.get("mode", "affine"),
+        class_predicate=lambda path, module: hasattr(module, "to_quantized") and f"{path}.scales" in weights,
+    )
+    wanted = dict(tree_flatten(network.parameters()))
+    if missing := wanted.keys() - weights.keys():
+        raise CheckpointError(f"{folder}: tensor {min(missing)} is missing; download the drafter again")
+    if wrong := [name for name, a in wanted.items() if a.shape != weights[name].shape]:
+        raise CheckpointError(
+            f"{folder}: tensor {wrong[0]} has the shape {weights[wrong[0]].shape}, not {wanted[wrong[0]].shape} as its "
+            "config says; download the drafter again"
+        )
+    network.load_weights([(name, weights[name]) for name in wanted])
+
+    def cast(path: str, a: mx.array) -> mx.array:
+        to = compute(path, a.dtype)
+        return a if to is None else a.astype(to)
+
+    network.update(tree_map_with_path(cast, network.parameters()))
+    if bits is not None:
+        nn.quantize(network, GROUPS[0], bits, class_predicate=lambda _, module: _quantized(module, bits))
+    network.eval()
+    return network
+
+
+def _quantized(module: nn.Module, bits: int) -> bool | dict[str, int]:
+    """Returns how to quantize a module; False: it stays as it is."""
+    if not isinstance(module, nn.Linear):
+        return False
+    fitting = next((g for g in GROUPS if module.weight.shape[-1] % g == 0), None)
+    return False if fitting is None else {"group_size": fitting, "bits": bits}
+
+
+def _understood(folder: Path, kind: type[BlockDrafter], make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError, ZeroDivisionError) as e:
+        raise UnsupportedModelError(f"{folder}: its {kind.kind} drafter cannot be made: {one_line(repr(e))}") from e

@@ -1,0 +1,169 @@
+"""``--draft FOLDER``: a published drafter guesses, from the states of the model's layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from outcore.checkpoint.find_model import name_of
+from outcore.decode.opening import Opening
+from outcore.decode.passes import MLX_LM_STEP, HiddenKeeper
+from outcore.decode.speculative.drafting import Drafting, TextState
+from outcore.decode.speculative.proposers import Draw
+from outcore.decode.speculative.sources import DraftSource
+from outcore.engine.binding import Progress
+from outcore.engine.model_profile import ModelProfile
+from outcore.engine.session import Session
+from outcore.errors import OutcoreError, UnsupportedModelError, UsageError, called
+from outcore.machine.allocator import clear_cache
+from outcore.machine.device import on_cpu
+from outcore.modules.split_linear import split_rows
+from outcore.plan.joint_plan import Draft
+from outcore.sizes import held_bytes
+from outcore.text import one_line, shortened
+from outcore_drafts.draft_model import draft_folder
+from outcore_drafts.mtp.head import text_model, trunk
+from outcore_drafts.mtp.hidden_states import WINDOW, HiddenStates
+
+from .config import check_target, config_of, is_drafter, kind_of, open_drafter
+from .drafter import BlockDrafter, Target
+from .proposer import DRAFTER, BlockProposer
+from .tap import LayerTaps
+
+BITS = (2, 3, 4, 6, 8)
+
+
+class Drafters(DraftSource):
+    kind, usage, over_ranks, quantizes = DRAFTER, "drafter:FOLDER", False, True
+
+    def takes(self, asked: str) -> bool:
+        try:
+            return is_drafter(config_of(draft_folder(asked)))
+        except OutcoreError:
+            return False  # the source of draft models says what is wrong
+
+    def parse(self, asked: str, argument: str | None) -> str:
+        if not argument:
+            raise UsageError(f"{called('draft')} {shortened(asked)}: give the drafter's folder, as {self.usage}")
+        return argument
+
+    def open(self, which: str, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft]:
+        o, folder = opening.options, draft_folder(which)
+        if o.draft_bits not in (None, *BITS):
+            raise UsageError(f"{called('draft_bits')} {o.draft_bits}: give 2, 3, 4, 6 or 8")
+        network = opened(folder, profile, opening)
+        if o.head_resident is False and network.borrows_head and profile.size.head is not None:
+            raise UsageError(
+                f"{called('draft')} {shortened(o.draft)}: needs the model's head in memory; do not set "
+                "head_resident=False, or draft ngram"
+            )
+        arrays = [a for _, a in tree_flatten(network.parameters())]
+        item = max(a.dtype.size for a in arrays if mx.issubdtype(a.dtype, mx.floating))
+        growing = tuple((each * item // 2, most) for each, most in network.growing)
+        # The chunk of a prompt that ends in the window keeps all of its states until it is computed.
+        states = WINDOW + min(profile.size.prompt, MLX_LM_STEP)
+        size = profile.size
+        return profile, Draft(
+            DRAFTER,
+            name_of(folder),
+            weights=sum(a.nbytes for a in arrays),
+            cache=states * len(network.taps) * state_bytes(profile) + held_bytes(growing, size.context),
+            growing=growing,
+            uses_head=network.borrows_head,
+            detail=folder,
+        )
+
+    def load(self, draft: Draft, profile: ModelProfile, opening: Opening, progress: Progress) -> Drafting:
+        network = opened(draft.detail, profile, opening)
+        # Array by array, so that quantizing takes additional memory for one array only.
+        for _, array in tree_flatten(network.parameters()):
+            mx.eval(array)
+        clear_cache()
+        layers = trunk(text_model(profile.lazy.model)).layers
+        return ByDrafter(draft.name, network, LayerTaps([layers[n] for n in network.taps]))
+
+
+def opened(folder: Path, profile: ModelProfile, opening: Opening) -> BlockDrafter:
+    """Returns the drafter, lazy. Raises ``UsageError`` if it was made for another model, and as ``open_drafter``."""
+    config, model = config_of(folder), target_of(profile)
+    kind = kind_of(folder, config)
+    check_target(folder, kind, config, model, opening.folder)
+    return open_drafter(folder, config, kind, model, opening.options.draft_bits, profile.cast.target)
+
+
+def target_of(profile: ModelProfile) -> Target:
+    """Returns what a drafter has to fit. Raises ``UnsupportedModelError`` if the model is not built as most are."""
+    lazy = profile.lazy
+    try:
+        text = text_model(lazy.model)
+        inner = trunk(text)
+        if "embed_tokens" not in inner or "norm" not in inner:
+            raise AttributeError("embed_tokens and norm")
+        return Target(text.args.hidden_size, text.args.vocab_size, len(inner.layers), lazy.config.get("model_type"))
+    except AttributeError as e:
+        raise UnsupportedModelError(
+            f"{lazy.checkpoint.folder}: published drafters cannot draft for models of type "
+            f"{lazy.config.get('model_type')}, which have no {one_line(e)}; draft ngram"
+        ) from e
+
+
+def state_bytes(profile: ModelProfile) -> int:
+    """Returns bytes of one token's state of one layer."""
+    weight = trunk(text_model(profile.lazy.model)).norm.weight
+    dtype = profile.cast.target("model.norm.weight", weight.dtype) or weight.dtype
+    return int(weight.size * dtype.size)
+
+
+class SharedParts:
+    """The parts of a loaded model that a drafter uses. Not a module, so that no weights are counted twice."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._text = text_model(model)
+        inner = trunk(self._text)
+        self._table, self._dtype = inner.embed_tokens, inner.norm.weight.dtype
+
+    def embedded(self, ids: mx.array) -> mx.array:
+        """Returns embeddings (1, tokens, hidden) of ids (tokens,). Rows of a table on disk are read from there."""
+        found: mx.array = self._table(ids[None])
+        return found
+
+    def logits(self, states: mx.array) -> mx.array:
+        states = states.astype(self._dtype)
+        made: mx.array = self._text.lm_head(states) if "lm_head" in self._text else self._table.as_linear(states)
+        return made
+
+
+class ByDrafter(Drafting):
+    """A published drafter in memory. It is loaded, and the layers are tapped, before these are bound to a ring."""
+
+    kind = DRAFTER
+
+    def __init__(self, name: str, network: BlockDrafter, taps: LayerTaps) -> None:
+        super().__init__(name)
+        self.model, self._taps = network, taps
+        self.holds_head = network.borrows_head
+        self.shared: SharedParts | None = None
+
+    def join(self, session: Session) -> Drafting:
+        if session.plan.head_streamed and self.holds_head:
+            session.note("the model's head is not in memory, so nothing drafts with it but the text's own repetitions")
+            return Drafting()
+        self.shared = SharedParts(session.model)
+        if on_cpu():
+            split_rows(self.model, session.cpu_streams)
+        return self
+
+    def hidden(self) -> HiddenKeeper | None:
+        return None if self.shared is None else HiddenStates(self._taps)
+
+    def proposer(self, draw: Draw, state: TextState, hidden: HiddenKeeper | None) -> BlockProposer | None:
+        if self.shared is None or self.model is None:
+            return None
+        assert isinstance(hidden, HiddenStates)
+        return BlockProposer(self.model, self.shared, draw, hidden)
+
+    def close(self) -> None:
+        self.model = self.shared = None

@@ -1,0 +1,64 @@
+"""Records the outputs of a model's layers as it computes, whether these are streamed or in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from outcore.modules.hooks import arrays_in, handle
+
+
+class _Tapped:
+    """Base class before a layer's own class; shows the outputs of its calls to ``_outcore_tap``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        self.__dict__["_outcore_tap"](out)
+        return out
+
+
+class LayerTaps:
+    """Records the outputs of layers. Does not change them.
+
+    Args:
+        layers: in the order in which their outputs are joined. They must not be bound to a ring yet: streaming gives
+            a layer a class in front of the one that it has, and takes only that away again.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._count = len(layers)
+        self._heard = threading.local()
+        for n, layer in enumerate(layers):
+            cls = type(layer)
+            names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+            layer.__class__ = type(cls.__name__, (_Tapped, cls), names)
+            layer.__dict__["_outcore_tap"] = self._tap(n)
+
+    def _tap(self, n: int) -> Any:
+        def tap(out: Any) -> None:
+            heard: list[list[mx.array]] | None = getattr(self._heard, "now", None)
+            if heard is not None and (arrays := arrays_in(out)):
+                # A later layer may write into the array. This one holds no weights: the array is computed with its
+                # layer, before the layer's slot is used again.
+                heard[n].append(handle(arrays[0]))
+
+        return tap
+
+    @contextmanager
+    def listening(self) -> Iterator[list[mx.array]]:
+        """Records what passes that this thread builds meanwhile put out. The list gets one array (1, tokens, layers *
+        hidden) at the end, unevaluated, unless the layers were not called once each."""
+        each: list[list[mx.array]] = [[] for _ in range(self._count)]
+        joined: list[mx.array] = []
+        self._heard.now = each
+        try:
+            yield joined
+        finally:
+            self._heard.now = None
+        if all(len(heard) == 1 and heard[0].ndim == 3 for heard in each):
+            joined.append(mx.concatenate([heard[0] for heard in each], axis=-1))
