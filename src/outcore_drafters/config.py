@@ -16,7 +16,7 @@ from outcore.machine.small_files import CONFIG_BYTES, parse_json, read_small
 from outcore.text import one_line
 from outcore_drafts.mtp.layouts import tensors_in
 
-from .drafter import BlockDrafter, Config, Target
+from .drafter import BlockDrafter, Config, DraftedModel
 from .kinds import KINDS
 
 # What is in the names of drafters' classes and types, also of kinds that are not known here.
@@ -69,7 +69,7 @@ def _names(config: Config) -> list[str]:
     return [name for name in named if isinstance(name, str)]
 
 
-def check_target(folder: Path, kind: type[BlockDrafter], config: Config, model: Target, of: Path) -> None:
+def check_target(folder: Path, kind: type[BlockDrafter], config: Config, model: DraftedModel, of: Path) -> None:
     """Raises ``UsageError`` if the drafter was made for another model than the one in the folder ``of``."""
     made_for = _understood(folder, kind, lambda: kind.made_for(config))
     for field, what in (("hidden", "states of {}"), ("vocabulary", "{} tokens"), ("layers", "{} layers")):
@@ -85,7 +85,7 @@ def check_target(folder: Path, kind: type[BlockDrafter], config: Config, model: 
 
 
 def open_drafter(
-    folder: Path, config: Config, kind: type[BlockDrafter], model: Target, bits: int | None, compute: ComputeDtype
+    folder: Path, config: Config, kind: type[BlockDrafter], model: DraftedModel, bits: int | None, compute: ComputeDtype
 ) -> BlockDrafter:
     """Returns the drafter, lazy: none of its weights has been read.
 

@@ -29,7 +29,7 @@ from outcore_drafts.mtp.head import text_model, trunk
 from outcore_drafts.mtp.hidden_states import WINDOW, HiddenStates
 
 from .config import check_target, config_of, is_drafter, kind_of, open_drafter
-from .drafter import BlockDrafter, Target
+from .drafter import BlockDrafter, DraftedModel
 from .proposer import DRAFTER, BlockProposer
 from .tap import LayerTaps
 
@@ -94,7 +94,7 @@ def opened(folder: Path, profile: ModelProfile, opening: Opening) -> BlockDrafte
     return open_drafter(folder, config, kind, model, opening.options.draft_bits, profile.cast.target)
 
 
-def target_of(profile: ModelProfile) -> Target:
+def target_of(profile: ModelProfile) -> DraftedModel:
     """Returns what a drafter has to fit. Raises ``UnsupportedModelError`` if the model is not built as most are."""
     lazy = profile.lazy
     try:
@@ -102,7 +102,9 @@ def target_of(profile: ModelProfile) -> Target:
         inner = trunk(text)
         if "embed_tokens" not in inner or "norm" not in inner:
             raise AttributeError("embed_tokens and norm")
-        return Target(text.args.hidden_size, text.args.vocab_size, len(inner.layers), lazy.config.get("model_type"))
+        return DraftedModel(
+            text.args.hidden_size, text.args.vocab_size, len(inner.layers), lazy.config.get("model_type")
+        )
     except AttributeError as e:
         raise UnsupportedModelError(
             f"{lazy.checkpoint.folder}: published drafters cannot draft for models of type "
