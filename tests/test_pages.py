@@ -35,6 +35,7 @@ NAMED = {
     "mlx-community/Qwen3-32B-4bit": "MODEL",
     "/Volumes/second": "second",
     "cache rm NAME": "cache rm sessions-work",
+    "DRAFTER --draft-bits 4": "ngram",
 }
 
 # Flags for commands that would take long, wait for a user, or need a free port.
