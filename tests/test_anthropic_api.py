@@ -151,10 +151,10 @@ def test_effort_is_an_option_of_the_template_in_words_that_templates_know() -> N
 
 def test_structured_output() -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
-    assert asked(output_config={"format": form}).schema == {"type": "object"}
-    assert asked(output_format=form).schema == {"type": "object"}
-    assert asked(output_config={"effort": "low"}, output_format=form).schema == {"type": "object"}
-    assert asked(output_config={}).schema is None
+    assert asked(output_config={"format": form}).form == {"type": "object"}
+    assert asked(output_format=form).form == {"type": "object"}
+    assert asked(output_config={"effort": "low"}, output_format=form).form == {"type": "object"}
+    assert asked(output_config={}).form is None
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_structured_output() -> None:
             return await c.messages.parse(**ASKED, output_format=City)
 
     assert asyncio.run(main()).parsed_output == City(name="Paris", people=2)
-    schema = service.asks[0].schema
+    schema = service.asks[0].form
     assert schema is not None and set(schema["properties"]) == {"name", "people"}
 
 

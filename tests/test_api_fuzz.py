@@ -136,7 +136,7 @@ def answered(path: str, body: dict[str, Any]) -> bool:
         return True
     for ask in found.requests:
         assert (ask.messages is None) != (ask.prompt is None)
-        parts = (ask.model, ask.messages, ask.prompt, ask.tools, ask.schema, ask.stop, ask.template_options)
+        parts = (ask.model, ask.messages, ask.prompt, ask.tools, ask.form, ask.stop, ask.template_options)
         json.dumps(parts, ensure_ascii=False, allow_nan=False).encode()  # a template can write it, a tokenizer read it
     assert all(name.isascii() and "," not in name for name in found.writer.ignored)
     if found.writer.streams:

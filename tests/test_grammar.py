@@ -217,7 +217,7 @@ def thinker(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Token
 def test_thoughts_come_before_the_grammar_and_are_free(thinker: TokenizerWrapper) -> None:
     think, over, call, _ = (thinker.get_vocab()[t] for t in TAGS)
     brace, ends = thinker.encode("{")[0], set(thinker.eos_token_ids)
-    grammar = Prompter(thinker).prepare(GenerationRequest(messages=MESSAGES, schema={})).grammar
+    grammar = Prompter(thinker).prepare(GenerationRequest(messages=MESSAGES, form={})).grammar
     assert grammar is not None
     assert {think, brace} <= allowed(grammar, []) and call not in allowed(grammar, [])
     free = set(range(grammar(0).vocabulary)) - ends
@@ -225,7 +225,7 @@ def test_thoughts_come_before_the_grammar_and_are_free(thinker: TokenizerWrapper
     assert think not in allowed(grammar, [think, 40, over]) and brace in allowed(grammar, [think, 40, over])
     assert allowed(grammar, [brace]) == allowed(grammar, [think, over, brace])
     # With tools, a call may come instead.
-    both = Prompter(thinker).prepare(GenerationRequest(messages=MESSAGES, schema={}, tools=TOOLS)).grammar
+    both = Prompter(thinker).prepare(GenerationRequest(messages=MESSAGES, form={}, tools=TOOLS)).grammar
     assert both is not None
     assert {think, call, brace} <= allowed(both, []) and call in allowed(both, [think, over])
     assert allowed(both, [call, 40]) == set(range(both(0).vocabulary))
@@ -237,7 +237,7 @@ def test_thoughts_that_the_prompt_opens(demo_model: Path, tmp_path: Path) -> Non
         tokenizer = chat_tokenizers.chat_tokenizer(demo_model, tmp_path / name, template, TAGS)
         think, over = (tokenizer.get_vocab()[t] for t in TAGS[:2])
         brace = tokenizer.encode("{")[0]
-        prompt = Prompter(tokenizer).prepare(GenerationRequest(messages=MESSAGES, schema={}))
+        prompt = Prompter(tokenizer).prepare(GenerationRequest(messages=MESSAGES, form={}))
         assert prompt.grammar is not None and prompt.parser(0).thinking == (name == "OPENED")
         begin = allowed(prompt.grammar, [])
         assert (over in begin, think in begin, 40 in begin) == ((name == "OPENED",) * 3)
@@ -250,7 +250,7 @@ def test_gpt_oss_answers_are_of_their_schema_behind_the_last_header(demo_model: 
     prompter, ends = Prompter(tokenizer), set(tokenizer.eos_token_ids)
     final = tokenizer.encode("<|channel|>final<|message|>")
     for tools in ((), TOOLS):
-        grammar = prompter.prepare(GenerationRequest(messages=MESSAGES, schema={}, tools=tools)).grammar
+        grammar = prompter.prepare(GenerationRequest(messages=MESSAGES, form={}, tools=tools)).grammar
         assert grammar is not None
         assert allowed(grammar, [40, *final[:-1]]) == set(range(grammar(0).vocabulary)) - (set() if tools else ends)
         begin = allowed(grammar, [40, *final])
@@ -357,7 +357,7 @@ def test_required_calls_of_elements(old: str, new: str, prompters: dict[str, Pro
 def test_an_answer_that_goes_on_with_a_message_has_no_schema(tokenizer: TokenizerWrapper) -> None:
     said = ({"role": "user", "content": "x"}, {"role": "assistant", "content": '{"a": 1'})
     with pytest.raises(RequestError, match="continues a message"):
-        Prompter(tokenizer).prepare(GenerationRequest(messages=said, continued=True, schema={}))
+        Prompter(tokenizer).prepare(GenerationRequest(messages=said, continued=True, form={}))
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_without_llguidance_the_extra_is_named(thinker: TokenizerWrapper, monkey
     prompter = Prompter(thinker)
     assert prompter.prepare(GenerationRequest(messages=MESSAGES, tools=TOOLS)).grammar is None
     for ask, field in (
-        (GenerationRequest(messages=MESSAGES, schema={}), "schema"),
+        (GenerationRequest(messages=MESSAGES, form={}), "schema"),
         (GenerationRequest(messages=MESSAGES, tools=TOOLS, tool_choice="required"), "tool_choice"),
     ):
         with pytest.raises(RequestError, match=r"pip install \"outcore\[json\]\"") as e:
@@ -423,7 +423,7 @@ def test_a_models_answer_is_json_with_and_without_drafts(
         tokenizer.eos_token_ids = {2}  # <|im_end|>
         with model.outcore as session:
             prompt = Prompter(tokenizer).prepare(
-                GenerationRequest(prompt='["alpha", "beta", "alpha", "beta"]', schema=wanted)
+                GenerationRequest(prompt='["alpha", "beta", "alpha", "beta"]', form=wanted)
             )
             assert prompt.grammar is not None
             processors = [prompt.grammar(len(prompt.tokens))]

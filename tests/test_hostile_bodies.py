@@ -290,8 +290,8 @@ def test_a_grammar_has_64_kb_at_most(chats: Path) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": large}}
     with serving(chats, memory="200MB") as service:
         for ask in (
-            GenerationRequest(prompt="x", schema=large),
-            GenerationRequest(prompt="x", schema="root ::= " + " | ".join(['"abcdefgh"'] * 7000)),
+            GenerationRequest(prompt="x", form=large),
+            GenerationRequest(prompt="x", form="root ::= " + " | ".join(['"abcdefgh"'] * 7000)),
             GenerationRequest(messages=(USER,), tools=(tool,), tool_choice="required"),
         ):
             error = refused(service, ask)

@@ -109,7 +109,7 @@ def test_think_is_an_option_of_the_template(think: Any, options: dict[str, Any])
 
 
 def test_format() -> None:
-    assert [asked(format=f).schema for f in (None, "", "json", {"type": "object"})] == [
+    assert [asked(format=f).form for f in (None, "", "json", {"type": "object"})] == [
         None,
         None,
         {},

@@ -90,7 +90,7 @@ def test_structured_output() -> None:
     service = Scripted(said(TextPart(0, json.dumps({"name": "Paris"}))))
     answer = talk(service, "chat", "demo", [USER], format=City.model_json_schema())
     assert City.model_validate_json(answer.message.content) == City(name="Paris")
-    schema = service.asks[0].schema
+    schema = service.asks[0].form
     assert schema is not None and schema["required"] == ["name"]
 
 

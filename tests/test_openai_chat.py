@@ -194,8 +194,8 @@ def test_tools_reach_the_template() -> None:
     ],
 )
 def test_formats_are_schemas(form: Any, schema: Any) -> None:
-    assert ask(response_format=form).schema == schema
-    assert ask(json_schema=schema).schema == schema  # llama.cpp's
+    assert ask(response_format=form).form == schema
+    assert ask(json_schema=schema).form == schema  # llama.cpp's
 
 
 def test_unknown_fields_have_no_effect_and_are_named() -> None:

@@ -147,7 +147,7 @@ def test_a_chat_parsed_into_a_class() -> None:
 
     for found in asking(said, work):
         assert found.choices[0].message.parsed == Place(city="Bonn", people=3)
-    assert said.asks[0].schema is not None and said.asks[0].schema["required"] == ["city", "people"]
+    assert said.asks[0].form is not None and said.asks[0].form["required"] == ["city", "people"]
 
 
 def test_completions_of_several_prompts_streamed_and_not() -> None:

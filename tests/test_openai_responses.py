@@ -181,7 +181,7 @@ def test_fields_reach_the_engine() -> None:
         model="x", temperature=0.5, top_p=0.9, max_output_tokens=9, reasoning={"effort": "high"}, tools=[TOOL],
         tool_choice={"type": "function", "name": "look"}, text={"format": {"type": "json_object"}}, store=True,
     )  # fmt: skip
-    assert (found.model, found.max_tokens, found.tool_choice, found.schema) == ("x", 9, "look", {})
+    assert (found.model, found.max_tokens, found.tool_choice, found.form) == ("x", 9, "look", {})
     assert found.sampling == Sampling(0.5, 0.9)
     assert found.template_options == {"enable_thinking": True, "reasoning_effort": "high"}
     inner = {"name": "look", "description": "d", "parameters": {"type": "object"}}

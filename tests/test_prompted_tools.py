@@ -122,7 +122,7 @@ def test_calls_are_held_and_text_before_them_is_free(demo: TokenizerWrapper) -> 
     # Arguments that no tool has are not begun.
     assert not any(c.startswith(",") for c in allowed(demo, city + 'Bonn"'))
     # JSON of a schema instead of text.
-    assert {c.strip()[:1] for c in allowed(demo, "", schema={"enum": [17]})} == {"1", "<"}
+    assert {c.strip()[:1] for c in allowed(demo, "", form={"enum": [17]})} == {"1", "<"}
 
 
 def test_calls_are_found_without_a_grammar(demo: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,7 @@ def test_prompts_are_made_on_any_thread(made: Callable[[str], TokenizerWrapper])
     prompter = Prompter(made("HERMES"))
     asks = [
         GenerationRequest(messages=CALLED, tools=(TOOL,)),
-        GenerationRequest(messages=(USER,), schema={"type": "object"}),
+        GenerationRequest(messages=(USER,), form={"type": "object"}),
     ]
     found: list[Any] = []
     threads = [

@@ -126,7 +126,7 @@ def _prompt(body: PromptBody, defaults: Defaults) -> GenerationRequest:
         template_options=defaults.options(thinks, body.output_config.effort),
         max_tokens=defaults.max_tokens,
         sampling=defaults.sampling,
-        schema=None if form is None else form.schema_,
+        form=None if form is None else form.schema_,
     )
 
 

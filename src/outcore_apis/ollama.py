@@ -140,7 +140,7 @@ class OllamaBody(Named):
             sampling=self.options.sampling(defaults.sampling),
             stop=self.options.stop,
             logprobs=self.top_logprobs if self.logprobs else None,
-            schema=self.format if isinstance(self.format, dict) else {} if self.format else None,
+            form=self.format if isinstance(self.format, dict) else {} if self.format else None,
             keep_alive=self.keep_alive,
             **changes,
         )

@@ -77,7 +77,7 @@ def respond(http: HttpRequest) -> ParsedRequest:
         max_tokens=http.defaults.max_tokens if body.max_output_tokens is None else body.max_output_tokens,
         sampling=sampling_of(body, http.defaults.sampling),
         logprobs=(body.top_logprobs or 0) if body.top_logprobs or LOGPROBS in body.include else None,
-        schema=schema_of(body.text.format, "text.format"),
+        form=schema_of(body.text.format, "text.format"),
     )
     unused = [*tools.unused, *(f"include {name}" for name in body.include if name != LOGPROBS)]
     unused += ["text.verbosity"] * (body.text.verbosity is not None) + ["truncation"] * (body.truncation == "auto")

@@ -143,7 +143,7 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
         "prompt": more,
         "tools": request.tools,
         "logprobs": request.logprobs is not None,
-        "response_format": request.schema is not None,
+        "response_format": request.form is not None,
     }
     for name in (name for name, value in given.items() if value):
         raise wrong(name, "not supported; leave it out", UNSUPPORTED)

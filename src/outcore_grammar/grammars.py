@@ -85,7 +85,7 @@ class AnswerGrammars:
     def _calls_or(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
         """Rules for calls in plain text, which JSON of the schema may replace, or text may precede or replace."""
         calls = self._calls(request, tools).replace("answer:", "calls:", 1)
-        if request.schema is not None or request.grammar:
+        if request.form is not None:
             return f"{form_rule(request)[1].replace('answer:', 'form:', 1)}\nanswer: form | calls\n{calls}"
         several = f"({NEW_LINE} each)*" if request.parallel_tools else ""
         rules = [f"answer: rest | talk body {several}", f"talk[lazy]: TEXT {self._mark(CALL)}", "rest: REST"]
@@ -295,14 +295,14 @@ class Grammars:
 
 
 def form_rule(request: GenerationRequest) -> tuple[str, str]:
-    """The request's field, and the rule ``answer``, for its grammar or else its schema."""
-    if not request.grammar:
-        return "schema", schema_rule(request.schema or {})
+    """What the request's form is, and the rule ``answer`` for it."""
+    if not isinstance(request.form, str):
+        return "schema", schema_rule(request.form or {})
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-    check_grammar("grammar", len(request.grammar))
+    check_grammar("grammar", len(request.form))
     try:
-        return "grammar", f"answer: %lark {{\n{gbnf_to_lark(request.grammar).removeprefix('%llguidance {}')}\n}}"
+        return "grammar", f"answer: %lark {{\n{gbnf_to_lark(request.form).removeprefix('%llguidance {}')}\n}}"
     except (GbnfToLarkError, RecursionError) as e:
         raise _not_followed("grammar", e) from e
 

@@ -41,7 +41,7 @@ def chat(http: HttpRequest) -> Handled:
     body = read(ChatBody, http.body)
     others = {name: value for name, value in http.body.items() if name != "grammar"}
     (request,) = openai.chat(replace(http, body=others)).requests
-    return _chat(http, body, replace(request, grammar=body.grammar))
+    return _chat(http, body, replace(request, form=body.grammar or request.form))
 
 
 async def _chat(http: HttpRequest, body: ChatBody, request: GenerationRequest) -> ParsedRequest:

@@ -87,8 +87,7 @@ async def completion(http: HttpRequest) -> ParsedRequest:
         sampling=replace(sampling, logit_bias=bias or base.logit_bias, seed=seed),
         stop=body.stop,
         logprobs=body.n_probs if body.n_probs or body.stream or body.return_tokens else None,
-        schema=None if body.grammar else body.json_schema,
-        grammar=body.grammar,
+        form=body.grammar or body.json_schema,
     )
     texts = [p if isinstance(p, str) else tuple(await tokens_of(http.service, body.model, p)) for p in prompts]
     return ParsedRequest(tuple(replace(request, prompt=t) for t in texts), LlamaWriter(body, request, prompts))
@@ -134,7 +133,7 @@ class LlamaWriter(ResponseWriter):
             "n_predict": -1 if request.max_tokens is None else request.max_tokens,
             "seed": -1 if s.seed is None else s.seed, "repeat_penalty": s.repetition_penalty,
             "repeat_last_n": s.repetition_context_size, "stop": list(request.stop), "n_probs": body.n_probs,
-            "grammar": request.grammar, "logit_bias": list(s.logit_bias.items()),
+            "grammar": body.grammar, "logit_bias": list(s.logit_bias.items()),
         }  # fmt: skip
         self._model, self._ends = "", [Ended(i, "stop", 0) for i in range(len(prompts))]
         self._counts, self._lines = [0] * len(prompts), [False] * len(prompts)

@@ -52,8 +52,7 @@ class GenerationRequest:
         max_tokens: limit of each choice; None: the server's default.
         stop: strings that end a choice and are not part of it.
         logprobs: number of likeliest tokens to report with each token's log-probability; None: report none.
-        schema: JSON schema of the answer; empty: any JSON object. None: free text.
-        grammar: of the answer in place of a schema, in llama.cpp's GBNF.
+        form: of the answer: a JSON schema (empty: any JSON object), or a grammar in llama.cpp's GBNF. None: free text.
         choices: number of answers to the same prompt.
         keep_alive: seconds that the model then stays loaded; negative: for ever; None: the server's default.
     """
@@ -70,8 +69,7 @@ class GenerationRequest:
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
-    schema: Mapping[str, Any] | None = None
-    grammar: str = ""
+    form: Mapping[str, Any] | str | None = None
     choices: int = 1
     keep_alive: float | None = None
 

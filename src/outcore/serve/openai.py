@@ -74,7 +74,7 @@ class ResponseFormat(Schema):
 
 
 def schema_of(form: ResponseFormat | None, where: str) -> Mapping[str, Any] | None:
-    """Converts a response format, given in the field ``where``, to ``GenerationRequest.schema``."""
+    """Converts a response format, given in the field ``where``, to ``GenerationRequest.form``."""
     if form is None or form.type == "text":
         return None
     schema = (form.json_schema or form).schema_ if form.type == "json_schema" else form.schema_
@@ -123,7 +123,7 @@ class TextBody(OpenAIBody):
             max_tokens=self.max_completion_tokens or self.max_tokens or defaults.max_tokens,
             sampling=sampling_of(self, defaults.sampling),
             stop=self.stop,
-            schema=schema_of(self.response_format, "response_format") if self.json_schema is None else self.json_schema,
+            form=schema_of(self.response_format, "response_format") if self.json_schema is None else self.json_schema,
             choices=self.n,
         )
 

@@ -157,7 +157,7 @@ class Prompter:
         thinking: bool = False,
     ) -> Grammar | None:
         forced = request.messages is not None and request.tool_choice not in ("auto", "none")
-        free = not forced and request.schema is None and not request.grammar
+        free = not forced and request.form is None
         if free and (not tools or self._template.tools):
             return None
         try:
