@@ -42,6 +42,13 @@ def test_what_a_layer_puts_out_and_uses() -> None:
     assert cuts("qwen3_next").calls[0].advances[0].entries == (0, 1)
 
 
+def test_a_layer_alone_is_not_cut() -> None:
+    """As of a model whose other layers an adapter of all their weights replaces: those are in no checkpoint."""
+    model = zoo.build("llama")
+    refusal = find_cuts(model, find_layers(model)[:1], [], lambda *_: None, evaluates=False).refusal
+    assert refusal is not None and "fewer than two of its layers" in refusal and "adapter" in refusal
+
+
 def test_a_model_is_as_it_was() -> None:
     """Neither weights nor classes are left changed, and the logits are those of before."""
     model = zoo.build("gemma4")

@@ -86,6 +86,8 @@ def find_cuts(
         cast: as in ``modules.trace``.
         evaluates: whether the model evaluates arrays inside its forward pass.
     """
+    if len(layers) < 2:
+        return Cuts(refusal="fewer than two of its layers have weights in the checkpoint; others may be an adapter's")
     units = [*layers, *tables]
     arrays = stand_ins(units, cast, foreign=not evaluates)
     passes: list[WatchedPass] = []

@@ -144,7 +144,7 @@ def save_adapter(model_folder: Path, how: str, folder: Path) -> None:
     before = {} if kind == "full" else dict(tree_flatten(model.parameters()))
     if kind == "full":
         model.freeze()
-        for layer in model.layers[-2:]:
+        for layer in model.layers[-(layers // 2) :]:  # two of the others are a rank's each
             layer.unfreeze()
         trained = dict(tree_flatten(model.trainable_parameters()))
     else:
