@@ -413,6 +413,9 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     assert resolve_model("owner/name") == Path("owner/name")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_model("~/owner") == tmp_path / "owner"
+    assert resolve_model(tmp_path) == tmp_path  # a path of any kind, as mlx-lm's
+    with pytest.raises(UsageError, match="a folder's path or a name, not NoneType"):
+        resolve_model(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from outcore.cli import piped
+from outcore.cli.chat import lines
 from outcore.cli.main import main
 from outcore.cli.piped import whole_prompt
 from outcore.errors import UsageError
@@ -88,6 +89,16 @@ def test_more_text_than_a_prompt_can_have_is_read_no_further(
     silent.flush()
     with pytest.raises(UsageError, match="standard input has more than"):
         whole_prompt("explain")
+
+
+def test_a_line_of_a_chat_has_the_bound_of_a_prompt(silent: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(piped, "MOST", 1_000)
+    silent.write("hi\n" + "x" * 1_001)  # and it goes on
+    silent.flush()
+    said = lines()
+    assert next(said) == "hi"
+    with pytest.raises(UsageError, match="standard input has more than"):
+        next(said)
 
 
 def test_other_ranks_do_not_read_what_one_of_them_is_given(silent: io.TextIOWrapper) -> None:

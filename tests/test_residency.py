@@ -445,6 +445,27 @@ def test_layers_that_a_longer_text_put_out_do_not_come_back_beyond_the_budget(fo
         assert_streams_as_planned(session)
 
 
+def test_layers_whose_coming_back_a_longer_text_stopped_come_back_later(folder: Path) -> None:
+    options: dict[str, Any] = {"memory": "100MB", "resident": 4, "context": 64, "prompt": 16, "draft": "none"}
+    model, tokenizer = outcore.load(str(folder), **options, govern=False)
+    with model.outcore as session:
+        room, layers = Room(500_000_000), session.residency.layers
+        watch = watched(session, room)
+        assert layers.shed(2) == 2
+        for _ in range(2):
+            room.now += 12
+            list(outcore.stream_generate(model, tokenizer, [7], max_tokens=1))
+            watch.before_pass()
+        assert layers.coming, "and no pass has read them yet"
+        session.residency.reserve(600, 16)
+        assert not layers.coming and len(session.plan.resident) == 2
+        for _ in range(4):
+            room.now += 12
+            list(outcore.stream_generate(model, tokenizer, [7], max_tokens=2))
+        layers.note_arrivals()
+        assert len(session.plan.resident) == 4
+
+
 def test_what_lies_between_pieces_is_counted(folder: Path) -> None:
     """Pieces that stay leave gaps that are read with what is streamed."""
     seen = 0

@@ -23,7 +23,9 @@ _NOWHERE = (
 Fetch = Callable[[str, str | None], Path]
 
 
-def resolve_model(path_or_repo: str, revision: str | None = None, fetch: Fetch | None = None) -> Path:
+def resolve_model(
+    path_or_repo: str | os.PathLike[str], revision: str | None = None, fetch: Fetch | None = None
+) -> Path:
     """Return the local folder of a model, downloading it from the Hugging Face Hub with mlx-lm if necessary.
 
     Args:
@@ -32,12 +34,15 @@ def resolve_model(path_or_repo: str, revision: str | None = None, fetch: Fetch |
         fetch: downloads it; None: as mlx-lm does.
 
     Raises:
-        UsageError: an empty name.
+        UsageError: an empty name, or no name at all.
         MissingFileError: no such folder, or the Hub has no such model.
         CheckpointError: the path is a file.
     """
-    path_or_repo = short_names().get(path_or_repo, path_or_repo)
-    return local_folder(path_or_repo) or download(path_or_repo, revision, fetch)
+    if not isinstance(path_or_repo, str | os.PathLike):
+        raise UsageError(f"a model is a folder's path or a name, not {type(path_or_repo).__name__}")
+    name = os.fspath(path_or_repo)
+    name = short_names().get(name, name)
+    return local_folder(name) or download(name, revision, fetch)
 
 
 def local_folder(path_or_repo: str) -> Path | None:

@@ -38,6 +38,7 @@ from .engine import (
 )
 from .flags import loading_options, model_name, template_options, text_of
 from .output import tell
+from .piped import read_line
 
 # Context lengths to plan for, in the order tried, when ``--context`` is not given. None: the default length.
 CONTEXTS = None, 512, 256
@@ -168,7 +169,7 @@ def lines() -> Generator[str, None, None]:
     pressed = TYPED_ELSEWHERE not in os.environ
     while True:
         try:
-            line = sys.stdin.readline()
+            line = read_line()
         except KeyboardInterrupt:
             # As in ``typed``: somebody sits at a terminal, and may have meant the answer before.
             if pressed:

@@ -7,6 +7,7 @@ import os
 import select
 import stat
 import sys
+from typing import AnyStr
 
 from ..errors import UsageError
 from .flags import text_of
@@ -43,10 +44,18 @@ def prompt_text(given: str) -> str:
 
 
 def _read() -> str:
-    found = sys.stdin.buffer.read(MOST + 1)
+    return _bounded(sys.stdin.buffer.read(MOST + 1)).decode("utf-8")
+
+
+def read_line() -> str:
+    """Returns the next line of a conversation; empty: there is none."""
+    return _bounded(sys.stdin.readline(MOST + 1))
+
+
+def _bounded(found: AnyStr) -> AnyStr:
     if len(found) > MOST:
         raise UsageError(f"standard input has more than {MOST // 1_000_000} MB, which no prompt has")
-    return found.decode("utf-8")
+    return found
 
 
 def _holds_text(prompted: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,7 @@ __all__ = ["load", "load_model"]
 
 
 def load(
-    path_or_hf_repo: str,
+    path_or_hf_repo: str | os.PathLike[str],
     tokenizer_config: dict[str, Any] | None = None,
     model_config: dict[str, Any] | None = None,
     adapter_path: str | None = None,
