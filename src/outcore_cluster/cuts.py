@@ -21,7 +21,7 @@ from outcore.modules.hooks import flat, put
 from outcore.modules.layers import Layer
 from outcore.modules.stand_ins import Casts, restored, stand_ins
 
-from .watched_pass import Advance, Leaf, SeenCall, WatchedPass
+from .watched_pass import RESULTS, Advance, Leaf, SeenCall, WatchedPass
 
 BATCH, TOKENS = -1, -2
 
@@ -97,10 +97,10 @@ def find_cuts(
         try:
             cache = make_prompt_cache(model)
             for tokens in (FEW, 1):
-                passes.append(WatchedPass(layers))
+                passes.append(WatchedPass(layers, evaluates=evaluates))
                 with passes[-1].watching():
                     logits = model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
-                passes[-1].results, passes[-1].peeks = passes[-1].made_from([logits])
+                passes[-1].ask(RESULTS, [logits])
         except Exception as e:  # a model's code may raise anything
             return Cuts(refusal=f"its forward pass cannot be built ({type(e).__name__}: {e})")
     return _cuts(passes, flat(cache), len(layers))
@@ -111,7 +111,7 @@ def _cuts(passes: Sequence[WatchedPass], caches: Sequence[Any], layers: int) -> 
     order = tuple(first.order)
     if len(set(order)) < len(order) or order != tuple(second.order) or len(order) < layers:
         return Cuts(refusal="it does not call its layers one by one, each once, in one order")
-    calls = {i: _layer_call(first.seen[i], second.seen[i]) for i in order}
+    calls = {i: _layer_call(first.seen[i], second.seen[i], first.uses[i] | second.uses[i]) for i in order}
     numbers = {id(c): n for n, c in enumerate(caches)}
     users: dict[int, set[int]] = {}
     owners: dict[int, list[int]] = {}  # the layers that get each object that may hold arrays, such as a cache
@@ -125,12 +125,12 @@ def _cuts(passes: Sequence[WatchedPass], caches: Sequence[Any], layers: int) -> 
     together: list[Sequence[int]] = list(owners.values())
     # A layer must be with another if it uses an output of that layer that cannot be sent.
     together += [[i, layer] for i in order for layer, n in calls[i].uses if calls[layer].leaves[n] is None]
-    together += [[i, other] for i in order for other in first.seen[i].peeks | second.seen[i].peeks]
+    together += [[i, other] for i in order for other in first.peeks[i] | second.peeks[i]]
     together += [order[order.index(i) :] for i in order if first.seen[i].opaque or calls[i].sized_by is None]
     groups = _joined(order, together)
     refusal = "its layers pass more to each other than arrays of the pass" if len(groups) < 2 else None
-    results = first.results | second.results
-    if any(calls[i].leaves[n] is None for i, n in results) or first.peeks | second.peeks:
+    results = first.uses[RESULTS] | second.uses[RESULTS]
+    if any(calls[i].leaves[n] is None for i, n in results) or first.peeks[RESULTS] | second.peeks[RESULTS]:
         refusal = "its results are made from what a layer stores in its caches"
     return Cuts(order, calls, results, groups, {n: frozenset(u) for n, u in users.items()}, refusal)
 
@@ -147,7 +147,7 @@ def _joined(order: Sequence[int], together: Sequence[Sequence[int]]) -> tuple[tu
     return tuple(found.values())
 
 
-def _layer_call(a: SeenCall, b: SeenCall) -> LayerCall:
+def _layer_call(a: SeenCall, b: SeenCall, uses: frozenset[Leaf]) -> LayerCall:
     leaves = tuple(_shape(x, y) for x, y in zip(a.leaves, b.leaves, strict=True))
     sized_by = None
     for place, shape in a.given.items():
@@ -156,7 +156,7 @@ def _layer_call(a: SeenCall, b: SeenCall) -> LayerCall:
             sized_by = (place, dims.index(BATCH), dims.index(TOKENS))
             break
     template = tree_map(lambda value: ... if isinstance(value, mx.array) else value, a.outputs)
-    return LayerCall(template, leaves, sized_by, a.advances, a.uses | b.uses)
+    return LayerCall(template, leaves, sized_by, a.advances, uses)
 
 
 def _shape(few: mx.array, one: mx.array) -> Shape | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,9 @@ from outcore.modules.mlx_lm_compat import BaseCache
 
 # A layer, and the number of one of its output arrays.
 Leaf = tuple[int, int]
+
+# In place of a layer's number: the logits.
+RESULTS = -1
 
 
 @dataclass(frozen=True)
@@ -53,19 +56,25 @@ class SeenCall:
     leaves: list[mx.array]
     opaque: bool
     advances: tuple[Advance, ...]
-    uses: frozenset[Leaf]
-    peeks: frozenset[int]  # other layers whose cache entries its arguments are made from
     kept: list[mx.array]  # the arrays in its caches afterwards
 
 
 class WatchedPass:
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    """Records a pass. ``evaluates``: the model evaluates arrays in it, which then forget what they were made from.
+
+    Attributes:
+        uses: by layer, the outputs that its arguments are made from; of ``RESULTS``, those that the logits are.
+        peeks: by layer, the other layers whose cache entries they are made from.
+    """
+
+    def __init__(self, layers: Sequence[Layer], *, evaluates: bool) -> None:
         self.order: list[int] = []
         self.seen: dict[int, SeenCall] = {}
-        self.results: frozenset[Leaf] = frozenset()
-        self.peeks: frozenset[int] = frozenset()
-        self._layers = layers
+        self.uses: dict[int, frozenset[Leaf]] = {}
+        self.peeks: dict[int, frozenset[int]] = {}
+        self._layers, self._evaluates = layers, evaluates
         self._counted: set[int] = set()
+        self._asked: dict[int, list[mx.array]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -85,25 +94,32 @@ class WatchedPass:
             for layer in self._layers:
                 unswap(layer.module)
 
-    def made_from(self, arrays: Sequence[mx.array]) -> tuple[frozenset[Leaf], frozenset[int]]:
-        """Returns the layer outputs that these arrays are made from, and the layers whose cache entries they are made
-        from."""
-        if not arrays:
-            return frozenset(), frozenset()
+    def ask(self, layer: int, arrays: Sequence[mx.array]) -> None:
+        """Asks what the arguments of a layer, or ``RESULTS``, are made from. All is answered by one print of the graph
+        at the pass's end, as the graph grows with each layer; or at once where it may be evaluated before."""
+        # ``stop_gradient`` adds a node for each, as an output may be passed on unchanged.
+        self._asked[layer] = [mx.stop_gradient(a) for a in arrays]
+        if layer == RESULTS or self._evaluates:
+            self._answer()
+
+    def _answer(self) -> None:
         names = {f"OUT{i}_{n}": a for i, seen in self.seen.items() for n, a in enumerate(seen.leaves)}
         names |= {f"KEPT{i}_{n}": a for i, seen in self.seen.items() for n, a in enumerate(seen.kept)}
-        # ``stop_gradient`` adds a node for each, as an output may be passed on unchanged.
-        asked = {f"ASKED{n}": mx.stop_gradient(a) for n, a in enumerate(arrays)}
-        found = [_NAMED.fullmatch(name) for name in _ancestors({**names, **asked}, list(asked))]
-        outputs = frozenset((int(m[2]), int(m[3])) for m in found if m is not None and m[1] == "OUT")
-        return outputs, frozenset(int(m[2]) for m in found if m is not None and m[1] == "KEPT")
+        asked = {i: {f"ASKED{i}_{n}": a for n, a in enumerate(arrays)} for i, arrays in self._asked.items()}
+        behind = _behind({k: v for each in (names, *asked.values()) for k, v in each.items()})
+        for i, mine in asked.items():
+            found = [_NAMED.fullmatch(name) for name in _ancestors(behind, mine)]
+            self.uses[i] = frozenset((int(m[2]), int(m[3])) for m in found if m is not None and m[1] == "OUT")
+            self.peeks[i] = frozenset(int(m[2]) for m in found if m is not None and m[1] == "KEPT") - {i}
+        self._asked.clear()
 
     def _call(self, layer: int) -> Callable[..., Any]:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             given = {**dict(enumerate(args)), **kwargs}
             arrays = [v for _, v in tree_flatten(list(given.values())) if isinstance(v, mx.array)]
             objects = _objects(given.values())
-            (uses, peeks), caches = self.made_from(arrays), caches_in(args, kwargs)
+            self.ask(layer, arrays)
+            caches = caches_in(args, kwargs)
             before = [_held(c) for c in caches]
             self._counted.clear()
             out = original(*args, **kwargs)
@@ -123,9 +139,7 @@ class WatchedPass:
             opaque = bool(_objects([out]))
             self.order.append(layer)
             kept = arrays_in(caches)
-            self.seen[layer] = SeenCall(
-                shapes, caches, objects, replaced, leaves, opaque, advances, uses, peeks - {layer}, kept
-            )
+            self.seen[layer] = SeenCall(shapes, caches, objects, replaced, leaves, opaque, advances, kept)
             return replaced
 
         return call
@@ -134,9 +148,8 @@ class WatchedPass:
 _NAMED = re.compile(r"(OUT|KEPT)(\d+)_(\d+)")
 
 
-def _ancestors(names: Mapping[str, mx.array], of: Sequence[str]) -> set[str]:
-    """From the arrays named ``of``, follows the graph back to the first named array on each path; returns these
-    names."""
+def _behind(names: Mapping[str, mx.array]) -> dict[str, list[str]]:
+    """Returns the graph of these arrays: for each node, those that it is made from."""
     graph = io.StringIO()
     mx.export_to_dot(graph, **names)
     behind: dict[str, list[str]] = {}
@@ -144,6 +157,12 @@ def _ancestors(names: Mapping[str, mx.array], of: Sequence[str]) -> set[str]:
         a, arrow, b = line.partition(" -> ")
         if arrow:
             behind.setdefault(b.strip('"'), []).append(a.strip('"'))
+    return behind
+
+
+def _ancestors(behind: Mapping[str, Sequence[str]], of: Iterable[str]) -> set[str]:
+    """From the nodes ``of``, follows the graph back to the first layer's output or cache entry on each path; returns
+    the names passed."""
     found, ahead = set[str](), [n for name in of for n in behind.get(name, [])]
     while ahead:
         if (node := ahead.pop()) not in found:
