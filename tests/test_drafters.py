@@ -18,6 +18,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 import drafter_files
+import drafter_parity
 import outcore
 import zoo
 from outcore.decode import one_text, text_drafts
@@ -80,6 +81,25 @@ def test_a_drafter_gives_the_text_of_mlx_lm(
             assert session.metrics.drafted > 12 and session.drafting.name == drafter.name
             assert (session.streaming is None) == (options == {})
             assert drafter == borrowing or session.metrics.accepted > 0
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for the drafters of the comparison with mlx-vlm's."""
+    sizes = {"hidden_size": drafter_parity.HIDDEN, "vocab_size": drafter_parity.VOCABULARY}
+    with pytest.MonkeyPatch.context() as patch:
+        config = zoo.CONFIGS["qwen3"] | sizes | {"num_hidden_layers": drafter_parity.LAYERS}
+        patch.setitem(zoo.CONFIGS, "qwen3", config)
+        return zoo.save_checkpoint("qwen3", tmp_path_factory.mktemp("narrow") / "model")
+
+
+@pytest.mark.parametrize("case", ["dflash-windows", "dflash2", "dspark-certain"])
+def test_drafters_of_blocks_give_the_same_text(narrow: Path, case: str, tmp_path: Path) -> None:
+    drafter_parity.write_checkpoint(case, tmp_path / case)
+    with (model := opened(narrow, "none")).outcore:
+        text = tokens(model)
+    with (model := opened(narrow, tmp_path / case, resident=2)).outcore as session:
+        assert tokens(model) == text and session.metrics.drafted > 10 and session.drafting.name == case
 
 
 def reference(model: Any, drafting: Any, text: Sequence[int], drafted: Sequence[int], first: int) -> int:
@@ -149,12 +169,12 @@ def test_a_text_goes_on_after_a_failure(made: Any, monkeypatch: pytest.MonkeyPat
             calls[0], cache, given = 0, make_prompt_cache(model), list[int]()
             with monkeypatch.context() as patch, pytest.raises(failure):
                 patch.setattr(where, name, fails)
-                for r in outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=10, prompt_cache=cache):
+                for r in outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=8, prompt_cache=cache):
                     given.append(r.token)
-            assert 0 < len(given) < 10 and given == text[: len(given)]
+            assert 0 < len(given) < 8 and given == text[: len(given)]
             held = session.in_cache - len(PROMPT)
-            more = tokens(model, 10 - len(given), given[held:], prompt_cache=cache, history=[*PROMPT, *given[:held]])
-            assert given + more == text[:10] == tokens(model)
+            more = tokens(model, 8 - len(given), given[held:], prompt_cache=cache, history=[*PROMPT, *given[:held]])
+            assert given + more == text[:8] == tokens(model, 8)
 
 
 def test_a_seed_gives_one_text_with_a_drafter_or_without(made: Any) -> None:
@@ -163,7 +183,7 @@ def test_a_seed_gives_one_text_with_a_drafter_or_without(made: Any) -> None:
     for draft in ("none", drafter):
         with (model := opened(folder, draft, resident=0)).outcore:
             mx.random.seed(5)
-            texts.append(tokens(model, sampler=make_sampler(0.9, coupled=True)))
+            texts.append(tokens(model, 6, sampler=make_sampler(0.9, coupled=True)))
     assert texts[0] == texts[1]
 
 
@@ -286,3 +306,19 @@ def test_specforge_s_names_are_read(made: Any, tmp_path: Path) -> None:
             assert isinstance(session.drafting.shared, SharedParts) and session.drafting.model.taps == (0, 2, 3)
             said.append(reference(model, session.drafting, PROMPT, [4, 5], 0))
     assert said[0] == said[1]
+
+
+def test_states_are_the_outputs_of_the_layers_that_the_config_names(made: Any) -> None:
+    folder, drafter, _ = made("llama")
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    ids, outputs = mx.array([PROMPT[:4]]), []  # within the layers' windows
+    states = theirs.model.embed_tokens(ids)
+    for layer in theirs.layers:
+        outputs.append(states := layer(states, "causal"))
+    for resident in (None, 1):
+        with (model := opened(folder, drafter, resident=resident)).outcore as session:
+            with session.drafting._taps.listening() as heard:
+                model(ids)
+            # The numbers count from the embeddings.
+            wanted = mx.concatenate([outputs[n] for n in (0, 2, 3)], axis=-1)
+            assert len(heard) == 1 and mx.array_equal(heard[0], wanted).item()
