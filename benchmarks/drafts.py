@@ -8,7 +8,8 @@
 draft; what else is in memory (states, logits) is not counted, which a small model has far too much of. ``--percent``:
 budgets that count everything: so much of the weights, and what a plan needs beside them where everything stays. The
 machine is calibrated behind the limited disk first; give OUTCORE_CACHE a folder of its own for each rate, as what was
-measured behind another one is not measured again. ``copy:N``: as ``self:N``
+measured behind another one is not measured again. ``--fresh``: nothing is calibrated, each process begins with an empty
+cache, and its first text counts. ``copy:N``: as ``self:N``
 was before high bits were shared: all of a streamed layer's codes are read. The disk is limited by a control group of
 version 1 (`blkio`), which needs root. Greedy, pieces of held-out text; the first of them is not counted. Texts are
 compared with those of ``none``.
@@ -18,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -94,10 +97,11 @@ def run(model: Path, draft: str, memory: int, resident: int | None, args: argpar
                     first, sweeps, read = time.perf_counter(), session.metrics.sweeps, session.metrics.bytes_read
                 found.append(r.token)
             answers.append(found)
-            if n:
+            if n or args.fresh:
                 made, seconds = made + len(found) - 1, seconds + time.perf_counter() - first
         return {
             "tps": made / seconds,
+            "seconds": seconds,
             "load_s": load_s,
             "sweeps": (sweeps_s := session.metrics.sweeps - sweeps),
             "tokens_a_sweep": (len(found) - 1) / max(1, sweeps_s),
@@ -132,6 +136,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--child", metavar="DRAFT", help=argparse.SUPPRESS)
     parser.add_argument("--resident", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -142,7 +147,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     shares = [float(s) / 100 for s in args.shares.split(",")] if args.shares else []
     budgets = [budget_of(model, float(s) / 100, options_of(args)) for s in (args.percent or "").split(",") if s]
-    if budgets:
+    if budgets and not args.fresh:
         with slow_disk(model, args.disk) as group:
             words = [sys.executable, "-m", "outcore", "calibrate", str(model), "--dtype", args.dtype]
             subprocess.run(within(group, words), check=True, stdout=sys.stderr)
@@ -160,8 +165,9 @@ def main() -> int:
                 continue
             ours = [sys.executable, *sys.argv, "--child", draft, "--memory", str(memory)]
             ours += [] if more is None else ["--resident", str(more)]
-            with slow_disk(model, args.disk) as group:
-                done = subprocess.run(within(group, ours), capture_output=True, text=True)
+            with slow_disk(model, args.disk) as group, tempfile.TemporaryDirectory() as cache:
+                where = os.environ | ({"OUTCORE_CACHE": cache} if args.fresh else {})
+                done = subprocess.run(within(group, ours), capture_output=True, text=True, env=where)
             if done.returncode:
                 row |= {"failed": done.stderr.strip().splitlines()[-1]}
             else:

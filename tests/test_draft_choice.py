@@ -9,13 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 import outcore
 import zoo
 from outcore.calibration.calibration_file import store_calibration
 from outcore.cli.main import main
+from outcore.decode import preparation
 from outcore.decode.preparation import prepare
+from outcore.decode.speculative import choices
 from outcore.disk.disk_calls import DiskCalls
 from outcore.errors import StoreSpaceError
 from outcore.machine.hardware import cores
@@ -83,6 +86,23 @@ def test_the_fastest_is_taken_unless_something_simpler_is_about_as_fast() -> Non
     assert fastest([impossible, none]) is none
 
 
+def test_n_grams_that_cost_nothing_are_tried_whatever_is_predicted() -> None:
+    def way(draft: Draft | None, read: int, token_s: float, calibrated: bool = True) -> Choice:
+        plan = replace(planned(draft).plan, bytes_per_token=read, calibrated=calibrated)
+        return Choice("", Planned(plan, planned(draft).size, draft), token_s=token_s)
+
+    ngram, copy = Draft(NGRAM, NGRAM), Draft(SELF, "self:2")
+    none = way(None, 100, 1.0)
+    free, dear = way(ngram, 101, 1.2), way(ngram, 110, 1.2)
+    assert fastest([none, free]) is free and fastest([none, dear]) is none
+    assert fastest([none, free, better := way(copy, 90, 1.1)]) is better
+    assert fastest([none, way(copy, 90, 1.1)]) is none
+    # Where nothing was measured, bytes are all that is known: a pass has to be worth those that it reads more.
+    none = way(None, 100, 1.0, False)
+    worth, dear = way(ngram, 150, 1.2, False), way(ngram, 170, 1.2, False)
+    assert fastest([none, worth]) is worth and fastest([none, dear]) is none
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     large = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 1024}
@@ -124,6 +144,22 @@ def test_auto_takes_what_is_fastest_at_its_memory(folder: Path, slow: None) -> N
     least = prepared.planning.smallest
     smallest = prepare(folder, memory=least, draft="auto", resident=0, **options)
     assert smallest.choice is not None and not smallest.choice.name.startswith("self") and smallest.plan.streams
+
+
+def test_a_machine_that_was_never_measured_begins_with_n_grams(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By assumed rates of reading and computing no draft is the fastest; behind a slow disk it is not."""
+    for module in (choices, preparation):
+        monkeypatch.setattr(module, "ASSUMED", Calibration(read_gbps=1000.0, weight_gbps=0.01))
+    options: dict[str, Any] = {"context": 64, "prompt": 16, "resident": 0}
+    memory = prepare(folder, memory="1GB", draft="ngram", **options).planning.smallest + 1_000_000
+    model, _ = outcore.load_model(folder, memory=memory, draft="auto", govern=False, **options)
+    with model.outcore as session:
+        assert session.plan.streams and not session.plan.calibrated and session.drafting is not None
+        ones = outcore.stream_generate(
+            model, TokensOnly(), [3, 4, 5, 6], max_tokens=24, sampler=lambda logprobs: mx.ones(1, mx.int32)
+        )
+        assert [r.token for r in ones] == [1] * 24
+        assert session.metrics.accepted > 0, "a text that repeats itself is drafted"
 
 
 def test_auto_needs_no_cache_that_can_be_written(
