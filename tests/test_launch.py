@@ -435,6 +435,7 @@ def test_the_key_stands_in_no_list_of_processes() -> None:
         (["--hosts", "local,x.invalid", "--", "bench", "m"], "bench: does not work over several machines"),
         (["--hosts", "local,x.invalid", "--", "chat", "--session", "a"], "--session: does not work over"),
         (["--hosts", "local,x.invalid", "--", "generate", "m", "--kv-disk", "on"], "--kv-disk on: does not work over"),
+        (["--hosts", "local,x.invalid", "--", "serve", "m", "--exact-batch"], "--exact-batch: does not work over"),
         (["--hosts", "local,local", "--env", "A", "--", "generate", "m"], "give NAME=VALUE"),
         (["--hostfile", "no.json", "--", "generate", "m"], "no.json: No such file"),
     ],

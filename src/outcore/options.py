@@ -97,6 +97,11 @@ class MemoryOptions:
         "Sequences that share each forward pass, each with its own context, without drafts; or a Workload, for which "
         "the fastest number is chosen.",
     )
+    exact_batch: bool = _option(
+        False,
+        "Compute each of the sequences that share a reading of the weights in passes of its own, so that it has the "
+        "bits that it has alone. Takes longer where computing is the limit.",
+    )
     batch: int | None = _option(
         None,
         "Sequences of context tokens evaluated in one call without caches, with logits of every token (mlx-lm's "

@@ -69,6 +69,8 @@ class RankGroup:
             )
         if o.kv_disk == "on":
             raise UsageError(f"{called('kv_disk')} on: does not work over several machines; leave it out")
+        if o.exact_batch:
+            raise UsageError(f"{called('exact_batch')}: does not work over several machines; leave it out")
         if o.prefix_cache != "off":
             raise UsageError(f"{called('prefix_cache')}: does not work over several machines; leave it out")
         return replace(o, kv_disk="off", lazy=False)

@@ -96,6 +96,7 @@ _FLAGS = [
     flag("--input -i", "File of requests, one JSON object per line.", type=Path, required=True, metavar="FILE"),
     flag("--output -o", "File to write.", type=Path, metavar="FILE"),
     flag("--decode-concurrency --concurrency", "Most requests that are answered at the same time.", 32, metavar="N"),
+    switch("--exact-batch", said_of("exact_batch")),
     flag("--repeats --num-trials -n", "Number of timed runs; the median is reported.", 3),
     switch("--force --overwrite", "Replace existing files."),
     *_OUTPUT,
@@ -273,6 +274,7 @@ SERVE: list[str | Flag] = [
     *grouped(
         "capacity",
         FLAGS["decode-concurrency"],
+        FLAGS["exact-batch"],
         flag(
             "--max-context",
             "Most tokens of a prompt and its answer. Longer prompts are refused, longer answers cut off. Default: the "

@@ -23,6 +23,7 @@ from ..engine.resident_layers import DroppableDraft
 from ..engine.session import Folders, Session, closed_sessions
 from ..errors import StoreSpaceError
 from ..machine.allocator import clear_cache
+from ..machine.device import on_cpu
 from ..machine.kernels import keep_kernels
 from ..options import LoadOptions, chosen
 from ..plan.joint_plan import AUTO, NGRAM, NONE
@@ -181,6 +182,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             notes=(*prepared.notes, *notes),
             prefix=prefix,
         )
+        session.rows_differ, session.exact_batch = not (on_cpu() or prepared.planning.blocks), o.exact_batch
         try:
             if drafting is not None and prepared.draft is not None:
                 joined = drafting.join(session)

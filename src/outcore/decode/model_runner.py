@@ -32,8 +32,8 @@ class ModelRunner:
         owned: the caller goes on with the caches, so a pass that fails restores them.
         kv: how keys and values are quantized; None: they are not.
         hidden: keeps the hidden states of the latest tokens; None: no drafter needs them.
-        in_blocks: compute drafted tokens in one pass, which is faster where compute is the limit, but whose kernels may
-            round differently; otherwise each in a separate pass, with the bits of plain decoding.
+        in_blocks: drafted tokens may be computed in one pass, which is faster where compute is the limit, but whose
+            kernels may round differently; otherwise each in a separate pass, with the bits of plain decoding.
         in_cache: tokens of the prompt that the caches hold already.
 
     Attributes:
@@ -57,7 +57,8 @@ class ModelRunner:
         in_cache: int = 0,
     ) -> None:
         self._model, self._session, self._kv = model, session, kv
-        self.cache, self.owned, self.hidden, self.in_blocks = cache, owned, hidden, in_blocks
+        self.cache, self.owned, self.hidden = cache, owned, hidden
+        self._may_block = self._blocked = in_blocks  # ``_blocked``: the last verifying passes were so
         self.in_cache, self.prompt_s, self.snapshots = in_cache, 0.0, 0
         self.pending: list[int] = []
         self._undo: Undo | None = None  # where the model is all in memory
@@ -180,6 +181,11 @@ class ModelRunner:
             undo.passed()
         return logits, back
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether drafted tokens share a pass: if that rounds differently, not where something is streamed."""
+        return self._may_block and not (self._session.rows_differ and self._session.streaming is not None)
+
     def verifying(self, token: int, drafted: Sequence[int]) -> list[Pass]:
         """Returns the passes over ``token`` and the ``drafted`` ones; they may share a reading of the weights with
         others. Their output has to be given to ``verified``, after which ``keep`` has to be called."""
@@ -187,13 +193,13 @@ class ModelRunner:
         self.fed, self._committed = [*committed, *drafted], len(committed)
         self._kept = []
         n, total, before = self._committed, len(self.fed), self.in_cache
-        if not self.in_blocks or self._will_quantize(total):
+        asked = [len(drafted) * snapshot_bytes(self.cache) <= self.snapshots, self.in_blocks]
+        # All ranks must compute the same passes, and restore the same snapshot, to compute the same tokens again.
+        each, self._blocked = map(bool, self._session.transport.leasts(asked) if total > 1 else asked)
+        if not self._blocked or self._will_quantize(total):
             ends = list(range(1, total + 1))
         else:
             ends = [total] if self._anywhere or not drafted else [n, total]
-        fits = len(drafted) * snapshot_bytes(self.cache) <= self.snapshots
-        # All ranks must restore the same snapshot, to compute the same tokens again.
-        each = bool(self._session.transport.leasts([fits])[0]) if drafted else fits
 
         def run(first: int, end: int) -> mx.array:
             logits = self._forward(mx.array(self.fed[first:end], dtype=mx.int32), None, at=before + first)
@@ -223,7 +229,7 @@ class ModelRunner:
         if end == len(self.fed):
             self._kept = []
             return
-        if self.in_blocks and self._anywhere:
+        if self._blocked and self._anywhere:
             for c in flat(self.cache):
                 c.trim(len(self.fed) - end)
             return

@@ -23,7 +23,7 @@ from ..machine.memory import last_resort
 from ..modules.layers import is_stacked, named_modules, named_parameters
 from ..modules.side_by_side import mergeable
 from ..options import LoadOptions, chosen
-from ..plan.joint_plan import AUTO, NONE, Choice, Draft, Planning, fastest
+from ..plan.joint_plan import AUTO, MOST, NONE, Choice, Draft, Planning, fastest
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
@@ -32,6 +32,7 @@ from ..plan.workload import Workload, for_sequences
 from ..sizes import format_size
 from .budget import asked_budget
 from .opening import Opening
+from .rounding import rows_differ
 from .speculative.choices import Way, ways_to_draft
 from .speculative.sources import parse_draft, with_draft
 
@@ -129,7 +130,7 @@ def prepare(
     if ranks is not None:
         planning = ranks.room_for_draft(opened.planning, o, budget)
         opened = replace(opened, planning=planning, draft=planning.draft)
-    profile, kind = opened.profile, opened.planning.kind
+    profile = opened.profile
     if o.most_sequences > 1:
         alone = profile.trace.evaluates or not mergeable(profile.lazy.model)
         plan_for = partial(_plan_for_several, profile.size, alone=alone, budget=budget, calibration=opened.calibration)
@@ -140,7 +141,7 @@ def prepare(
     else:
         alone = False
         prepared = _planned_for_one(opened, budget, least)
-    notes = (*prepared.profile.notes, *_advice(prepared.profile, prepared.plan, kind, o), *opened.notes)
+    notes = (*prepared.profile.notes, *_advice(prepared.profile, prepared.plan, opened.planning, o), *opened.notes)
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     prepared = replace(prepared, notes=notes, given=str(model_path))
@@ -168,6 +169,9 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> Preparation:
     opening = Opening(folder, o, known)
     profile = opening.measured(lazy)
     _check_experts(profile, o)
+    apart, most = not on_cpu() and rows_differ(profile), MOST
+    if apart:  # the passes of drafted tokens share a reading, as many as there is memory for their graphs
+        most = profile.size.graph(on_cpu=False).readings([1] * (MOST + 1), profile.size.context)[0] - 1
     shared: SharedOut | None = None if o.ranks is None else o.ranks.share_out(profile, o, folder, known, budget)
     if shared is not None:
         profile, kind = shared.profile, NONE if shared.draft is None else shared.draft.kind
@@ -175,7 +179,7 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> Preparation:
     draft = shared.draft if shared is not None else None
     if shared is None:
         profile, draft = with_draft(kind, which, profile, opening)
-    planning = Planning(profile.size, kind, draft, ring_options(o), blocks=not on_cpu())
+    planning = Planning(profile.size, kind, draft, ring_options(o), not (on_cpu() or apart), most)
     calibration = known or ASSUMED
     return Preparation(
         opening, profile, cast(Plan, None), streams, notes, calibration, draft, planning, "", mirrors=mirrors
@@ -281,15 +285,14 @@ def _plan_for_several(
         return several, planned(several)
 
 
-def _advice(profile: ModelProfile, plan: Plan, kind: str, o: LoadOptions) -> list[str]:
-    """Returns notes for the user: what would be faster, what keys and values on disk cost, and options without effect.
-    ``kind``: of the draft."""
+def _advice(profile: ModelProfile, plan: Plan, planning: Planning, o: LoadOptions) -> list[str]:
+    """Returns notes for the user: what would be faster, what keys and values on disk cost, options without effect."""
     notes: list[str] = []
     scales = {a.dtype for path, a in named_parameters(profile.lazy.model) if path.endswith("scales")}
     if on_cpu() and scales & {mx.bfloat16, mx.float16} and o.dtype is None:
         # Measured with MLX 0.32.4: 8192 x 2048 at 4 bit, 11 against 98 ms.
         notes.append(f"quantized products run about 9 times faster on the CPU with {called('dtype')} float32")
-    if plan.pools and on_cpu() and kind not in (AUTO, NONE):
+    if plan.pools and not planning.blocks and planning.kind not in (AUTO, NONE):
         notes.append(
             "nothing is drafted: experts are read one by one, and those of a drafted token take as long as a token "
             f"({called('experts')} 0 streams layers whole)"

@@ -23,6 +23,7 @@ from ..engine.session import Session
 from ..engine.transport import pass_runner
 from ..errors import BudgetError
 from ..machine.allocator import clear_cache
+from ..machine.device import on_cpu
 from ..modules.side_by_side import mergeable
 from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import MOST
@@ -71,6 +72,8 @@ class Scheduler:
         self.sequences = 1
         if not alone:
             single = (session.streaming is not None and session.streaming.evaluates) or not mergeable(model)
+            if session.exact_batch:  # as many passes as there is memory for their graphs
+                most = session.size.graph(on_cpu(), session.plan.split).readings([1] * most, session.size.context)[0]
             (self.sequences,) = self._session.transport.leasts([1 if single else most])
         self._waiting: deque[ScheduledSequence] = deque()
         self._rows: dict[int, ScheduledSequence] = {}

@@ -27,8 +27,8 @@ class SequenceRoom:
 
     Attributes:
         drafted: tokens that several running sequences together may draft per pass; 0: no drafts for several.
-        apart: several sequences have separate caches, either for drafts, or because padding all to the longest would
-            leave no room.
+        apart: several sequences have separate caches: for drafts, for exact texts, or because padding all to the
+            longest would leave no room.
         records: there is room to store prompts in the prefix cache.
     """
 
@@ -40,12 +40,14 @@ class SequenceRoom:
         *,
         planned: bool = False,
     ) -> None:
-        self._session, self._base, self._asked_step = session, session.size, asked_step
+        self._session, self._base, self._exact = session, session.size, session.exact_batch
+        # A prompt has the bits that it has alone if its chunks are those.
+        self._asked_step = asked_step or (session.plan.prefill_step if self._exact else None)
         self._asked_drafts, self._planned = asked_drafts, planned
         self._draft = session.residency.layers.draft
         self._transport = session.transport
         self._transport.rest()
-        self.drafted, self.apart, self.records = 0, False, True
+        self.drafted, self.apart, self.records = 0, self._exact, True
         self._captured = 0  # bytes reserved for states of joining prompts, to be stored
         self._agreed_step: int | None = None  # the shortest chunk length of all ranks
 
@@ -111,10 +113,10 @@ class SequenceRoom:
                 self.drafted, self.apart = drafted, True
                 return context
         try:
-            context, apart = self._take(lengths, prompts, 0), False
+            context, apart = self._take(lengths, prompts, 0, apart=self._exact), self._exact
         except BudgetError:
             # Sequences in separate caches would each read their own experts.
-            if not self._transport.alone or session.plan.pools:
+            if self._exact or not self._transport.alone or session.plan.pools:
                 raise
             context, apart = self._take(lengths, prompts, 0, apart=True), True
         self.drafted, self.apart = 0, apart
@@ -164,8 +166,8 @@ class SequenceRoom:
             return False
         if streaming.evaluates or session.plan.pools or not size.drafted or self._asked_drafts == 0:
             return False
-        seen = session.acceptance or AcceptanceStats()
-        pays = partial(pays_for_several, size, session.plan, residency.calibration, texts, not on_cpu())
+        seen, blocks = session.acceptance or AcceptanceStats(), not (on_cpu() or session.rows_differ)
+        pays = partial(pays_for_several, size, session.plan, residency.calibration, texts, blocks)
         if drafting.kind == NGRAM:
             return pays(tokens=seen.made / seen.sweeps if seen.sweeps else None)
         if residency.layers.draft is None or not (draft := residency.layers.draft.draft).copies_model:

@@ -39,17 +39,21 @@ class Attention:
     Attributes:
         sinks, masks: whether any call had sinks, or a mask of numbers for each head.
         each: most bytes per token of keys and values, over calls whose keys have exactly ``tokens`` tokens.
+        shapes: heads of queries and keys, widths of keys and values, dtype; None: of a call with an array as mask.
     """
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
         self.calls, self.sinks, self.masks, self.each = 0, False, False, 0
+        self.shapes = set[tuple[Any, ...] | None]()
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask, heads = kwargs.get("mask"), args[0].shape[1] if args else 0
         keys, values = args[1:3] if len(args) > 2 else (kwargs.get("k"), kwargs.get("v"))
         if isinstance(keys, mx.array) and isinstance(values, mx.array) and keys.shape[-2] == self._tokens:
             self.each = max(self.each, (keys.nbytes + values.nbytes) // self._tokens)
+        plain = len(args) > 2 and (mask is None or isinstance(mask, str))
+        self.shapes.add((heads, keys.shape[1], keys.shape[-1], values.shape[-1], args[0].dtype) if plain else None)
         self.calls += 1
         self.sinks |= kwargs.get("sinks") is not None
         self.masks |= isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] == heads > 1
@@ -120,6 +124,7 @@ class Trace:
         own: by layer, the indices in ``caches`` of plain caches that only it uses; for layers that are called once.
         used: by layer with routed experts, the number of experts per token.
         passing: memory that passes need.
+        attention: shapes of fused attention, if all caches are plain ones and no mask is an array; else empty.
     """
 
     order: list[int] = field(default_factory=list)
@@ -135,6 +140,7 @@ class Trace:
     own: dict[int, tuple[int, ...]] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)
     passing: PassSize = field(default_factory=PassSize)
+    attention: frozenset[tuple[Any, ...]] = frozenset()
 
     def cache_bytes(self, context: int) -> int:
         """Return the most bytes of the caches (KV, recurrent states) after ``context`` tokens and one more."""
@@ -271,6 +277,8 @@ class _Run:
                 del out
                 if not held:
                     _note_sizes(found, stage, attention, tokens, len(caches) - len(recurrent))
+                    if found.passing.scores == FUSED and all(type(c) is KVCache for c in caches):
+                        found.attention = frozenset(s for s in attention.shapes if s and None not in attention.shapes)
                 held.append([cache_bytes(c) for c in caches])
             found.order, found.looked_up, found.used = stage.order, stage.looked_up, stage.used
             if called[1:]:

@@ -67,11 +67,11 @@ class Draft:
         return replace(size, non_layer=weights, cache=size.cache + self.cache, growing=size.growing + self.growing)
 
 
-def drafted_tokens(size: ModelSize, budget: int, explicit: bool) -> int:
+def drafted_tokens(size: ModelSize, budget: int, explicit: bool, most: int = MOST) -> int:
     """Returns the number of drafted tokens per pass whose logits fit a small share of the budget; at least ``FEW`` if
-    ``explicit``."""
+    ``explicit``, and at most ``most``."""
     room = budget // SHARE // max(1, size.logits_row)
-    return min(MOST, max(room, FEW if explicit else 0))
+    return min(most, max(room, FEW if explicit else 0))
 
 
 def guess_s(size: ModelSize, draft: Draft, calibration: Calibration) -> float:
@@ -116,6 +116,7 @@ class Planning:
         kind: the draft's, as from ``parse_draft``; ``auto`` drafts only if the budget has room.
         blocks: whether all drafted tokens are computed in one pass. If not, plans with an expert cache do not draft:
             each drafted token would read its own experts.
+        most: most drafted tokens per pass.
         options: arguments of ``make_plan``.
     """
 
@@ -124,6 +125,7 @@ class Planning:
     draft: Draft | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     blocks: bool = True
+    most: int = MOST
     _made: dict[Hashable, tuple[Calibration, Plan]] = field(default_factory=dict, compare=False)
 
     def at(self, budget: int, calibration: Calibration = ASSUMED) -> Planned:
@@ -157,7 +159,8 @@ class Planning:
         """The model's size with its draft and with the drafted tokens of a budget that keeps everything resident."""
         if self.kind in (AUTO, NONE) or self.draft is None:
             return self.size
-        drafted = drafted_tokens(self.size, resident_budget(self.draft.added_to(self.size, False)), explicit=True)
+        budget = resident_budget(self.draft.added_to(self.size, False))
+        drafted = drafted_tokens(self.size, budget, True, self.most)
         return self.draft.added_to(replace(self.size, drafted=drafted), False)
 
     def _ways(self, budget: int) -> Iterator[tuple[ModelSize, bool | None]]:
@@ -173,7 +176,7 @@ class Planning:
         heads = [True] if draft.uses_head else [head]
         if draft.head and self.size.head is not None and not draft.uses_head and head is None:
             heads = [True, False]
-        for drafted in dict.fromkeys(drafted_tokens(self.size, b, explicit=True) for b in (budget, 0)):
+        for drafted in dict.fromkeys(drafted_tokens(self.size, b, True, self.most) for b in (budget, 0)):
             for stays in heads:
                 streamed = stays is False and bool(draft.head) and self.size.head is not None
                 yield draft.added_to(replace(self.size, drafted=drafted), streamed), stays
@@ -181,7 +184,7 @@ class Planning:
     def _with_drafted_tokens(self, plan: Plan, budget: int, calibration: Calibration) -> Planned:
         """Adds room for drafted tokens if something is streamed and the budget has room. Not for plans with an expert
         cache, since each drafted token uses experts of its own."""
-        size = replace(self.size, drafted=drafted_tokens(self.size, budget, explicit=False))
+        size = replace(self.size, drafted=drafted_tokens(self.size, budget, False, self.most))
         if plan.streams and not plan.pools and size.drafted and self.draft is not None:
             try:
                 with_draft = self._make(size, budget, self.options.get("head_resident"), calibration)

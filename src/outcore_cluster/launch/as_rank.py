@@ -29,6 +29,7 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
     draft = str(given.get("draft") or "").partition(":")[0]
     refused = {
         "--kv-disk on": given.get("kv_disk") == "on",
+        "--exact-batch": bool(given.get("exact_batch")),
         "--session": given.get("session") is not None,
         # On by default in ``chat`` and ``serve``; ``leave_out`` turns it off.
         f"--prefix-cache {prefix}": prefix != "off" and (prefix != "on" or name == "generate"),
