@@ -272,7 +272,7 @@ def reference(name: str, folder: Path) -> Iterator[Round]:
     for number, accepted in enumerate(case.accepted, 1):
         drafted = drafter.draft_block(following[-1], states, cache, length, sampler)[0].tolist()
         kept = mx.concatenate([a for a in sampler.kept if a.shape[-1] == sampler.kept[-1].shape[-1]])
-        yield Round(states, following, drafted, _of_all(np.array(kept), drafter))
+        yield Round(states, following, drafted, _of_all(np.array(kept.astype(mx.float32)), drafter))
         sampler.kept.clear()
         accepted = min(accepted, len(drafted))
         following = [*drafted[:accepted], *_tokens(f"{name} bonus {number}", 1)]
@@ -313,7 +313,7 @@ def _show_all(selector: Any, sampler: _Sampler) -> None:
         best = mx.argpartition(logits, -selector.top_k, axis=-1)[..., -selector.top_k :]
         for row, scores in enumerate(own.kept):
             everything = np.full((1, VOCABULARY), -np.inf, np.float32)
-            everything[0, np.array(best[0, row])] = np.array(scores[0])
+            everything[0, np.array(best[0, row])] = np.array(scores[0].astype(mx.float32))
             sampler.kept.append(mx.array(everything))
         return path
 

@@ -7,7 +7,7 @@ Row n of a block has the logits of its token n, so all rows are computed for the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -150,8 +150,9 @@ class Attention(nn.Module):
         if shape.sinks:
             self.attention_sink_bias = mx.zeros((shape.heads,))
 
-    def follow(self, keys: mx.array, values: mx.array, rope: Any, cache: Any) -> None:
-        """Takes in the text's next tokens: their projected keys and values (1, n, kv_heads * dim)."""
+    def follow(self, read: mx.array, rope: Any, cache: Any) -> None:
+        """Takes in the text's next tokens, by what is read of them: (1, n, hidden)."""
+        keys, values = self.k_proj(read), self.v_proj(read)
         if self._window is not None and (skipped := keys.shape[1] - (self._window - 1)) > 0:
             keys, values = keys[:, skipped:], values[:, skipped:]
             cache.offset += skipped
@@ -227,7 +228,6 @@ class DFlash(BlockDrafter):
         self.hidden_norm, self.norm = (nn.RMSNorm(self._shape.hidden, self._shape.eps) for _ in range(2))
         self.layers = [self.layer(config, self._shape, window) for window in self._shape.windows]
         self._rope = self._shape.rope(config)
-        self._joined: mx.array | None = None
 
     def layer(self, config: Config, shape: Shape, window: int | None) -> Any:
         return Layer(shape, window)
@@ -262,8 +262,8 @@ class DFlash(BlockDrafter):
     def follow(self, states: mx.array, caches: Sequence[Any]) -> None:
         """Takes in the text's next tokens by the states (1, n, taps * hidden) of the model."""
         read = self.hidden_norm(self.fc(states.astype(self.norm.weight.dtype)))
-        for layer, pair, cache in zip(self.layers, self._read(read), caches, strict=True):
-            layer.self_attn.follow(*pair, self._rope, cache)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer.self_attn.follow(read, self._rope, cache)
 
     def block(self, last: mx.array, shared: Shared, caches: Sequence[Any]) -> mx.array:
         """Returns the normed states (1, rows, hidden) of the rows that draft, after the text's ``last`` token (1,)."""
@@ -283,30 +283,6 @@ class DFlash(BlockDrafter):
     def chosen(self, block: Block, row: int, before: mx.array) -> mx.array:
         """Returns logits (vocabulary,) of a row; ``before`` (1,): the token before the row's."""
         return block.logits[0, row]
-
-    def _read(self, read: mx.array) -> Iterable[_Pair]:
-        """Returns keys and values of each layer, by one product if their weights are not quantized."""
-        pairs = [layer.self_attn for layer in self.layers]
-        both = [linear for a in pairs for linear in (a.k_proj, a.v_proj)]
-        if not all(type(linear.weight) is mx.array and "scales" not in linear for linear in both):
-            return [(a.k_proj(read), a.v_proj(read)) for a in pairs]
-        if self._joined is None:
-            self._join(both)
-        assert self._joined is not None
-        parts = mx.split(read @ self._joined.T, len(both), axis=-1)
-        return zip(parts[::2], parts[1::2], strict=True)
-
-    def _join(self, both: Sequence[Any]) -> None:
-        """Makes one matrix of the layers' matrices, which become parts of it."""
-        joined = mx.concatenate([linear.weight for linear in both])
-        mx.eval(joined)
-        at = 0
-        for linear in both:
-            rows = linear.weight.shape[0]
-            linear.weight = joined[at : at + rows]
-            at += rows
-        mx.eval([linear.weight for linear in both])
-        self._joined = joined
 
 
 @dataclass(frozen=True)
