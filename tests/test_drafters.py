@@ -21,7 +21,7 @@ import drafter_files
 import drafter_parity
 import outcore
 import zoo
-from outcore.decode import one_text, text_drafts
+from outcore.decode import one_text, preparation, text_drafts
 from outcore.decode.sampling import make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.proposers import Guess
@@ -229,6 +229,10 @@ def test_a_drafter_is_given_up_while_it_drafts(made: Any) -> None:
                 before = session.metrics.drafted
                 session.residency.layers.give_up_draft()
         assert session.drafting.name == "ngram" and session.metrics.drafted - before < 4
+        without = preparation.prepare(folder, context=48).profile.size
+        assert (session.size.rest, session.size.non_layer, session.size.cache) == (
+            without.rest, without.non_layer, without.cache
+        )  # fmt: skip
         assert tokens(model) == text[:10]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -63,27 +64,29 @@ class Drafters(DraftSource):
         arrays = [a for _, a in tree_flatten(network.parameters())]
         item = max(a.dtype.size for a in arrays if mx.issubdtype(a.dtype, mx.floating))
         growing = tuple((each * item // 2, most) for each, most in network.growing)
-        # The chunk of a prompt that ends in the window keeps all of its states until it is computed.
-        states = WINDOW + min(profile.size.prompt, MLX_LM_STEP)
         size = profile.size
-        return profile, Draft(
+        # Of a prompt's chunks that end in the window, all states are there until they are computed.
+        tokens = WINDOW + min(size.prompt, o.prefill_step_size or MLX_LM_STEP)
+        states = tokens * len(network.taps) * state_bytes(profile)
+        return replace(profile, size=replace(size, rest=size.rest + states)), Draft(
             DRAFTER,
             name_of(folder),
             weights=sum(a.nbytes for a in arrays),
-            cache=states * len(network.taps) * state_bytes(profile) + held_bytes(growing, size.context),
+            cache=held_bytes(growing, size.context),
             growing=growing,
             uses_head=network.borrows_head,
-            detail=folder,
+            detail=(folder, states),
         )
 
     def load(self, draft: Draft, profile: ModelProfile, opening: Opening, progress: Progress) -> Drafting:
-        network = opened(draft.detail, profile, opening)
+        folder, states = draft.detail
+        network = opened(folder, profile, opening)
         # Array by array, so that quantizing takes additional memory for one array only.
         for _, array in tree_flatten(network.parameters()):
             mx.eval(array)
         clear_cache()
         layers = trunk(text_model(profile.lazy.model)).layers
-        return ByDrafter(draft.name, network, LayerTaps([layers[n] for n in network.taps]))
+        return ByDrafter(draft.name, network, LayerTaps([layers[n] for n in network.taps]), states)
 
 
 def opened(folder: Path, profile: ModelProfile, opening: Opening) -> BlockDrafter:
@@ -139,13 +142,14 @@ class SharedParts:
 
 
 class ByDrafter(Drafting):
-    """A published drafter in memory. It is loaded, and the layers are tapped, before these are bound to a ring."""
+    """A published drafter in memory. It is loaded, and the layers are tapped, before these are bound to a ring.
+    ``states``: bytes that the plan has for the states of a text."""
 
     kind = DRAFTER
 
-    def __init__(self, name: str, network: BlockDrafter, taps: LayerTaps) -> None:
+    def __init__(self, name: str, network: BlockDrafter, taps: LayerTaps, states: int) -> None:
         super().__init__(name)
-        self.model, self._taps = network, taps
+        self.model, self._taps, self._states = network, taps, states
         self.holds_head = network.borrows_head
         self.shared: SharedParts | None = None
 
@@ -166,6 +170,9 @@ class ByDrafter(Drafting):
             return None
         assert isinstance(hidden, HiddenStates)
         return BlockProposer(self.model, self.shared, draw, hidden)
+
+    def profile_without(self, profile: ModelProfile) -> ModelProfile:
+        return replace(profile, size=replace(profile.size, rest=profile.size.rest - self._states))
 
     def close(self) -> None:
         self.model = self.shared = None
