@@ -104,7 +104,9 @@ def test_drafted_tokens_have_a_pass_each_where_rows_differ_and_something_is_stre
     """On a device that is no CPU, for all that decoding knows, and whose answer for several rows is a lie."""
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     plain = plain_answer(folder, NINE, 10)
-    monkeypatch.setattr(preparation, "rows_differ", lambda _: differ)
+    done = list[str]()
+    monkeypatch.setattr(preparation, "keep_kernels", lambda: done.append("cache of kernels"))
+    monkeypatch.setattr(preparation, "rows_differ", lambda _: done.append("kernels") or differ)
     monkeypatch.setattr(one_text, "on_cpu", lambda: False)
     monkeypatch.setattr(preparation, "on_cpu", lambda: False)
     monkeypatch.setattr("outcore.decode.loader.on_cpu", lambda: False)
@@ -121,7 +123,7 @@ def test_drafted_tokens_have_a_pass_each_where_rows_differ_and_something_is_stre
         with_oracle(monkeypatch, Oracle([*NINE, *plain], 3), 7)
         assert tokens(model, NINE, 10) == plain
         assert session.metrics.accepted > 3 and session.metrics.sweeps < 9
-        assert session.rows_differ == differ
+        assert session.rows_differ == differ and done == ["cache of kernels", "kernels"]
     verifying = rows[rows.index(1) + 1 :]  # behind the prompt, whose last token is a pass
     assert (set(verifying) == {1}) == (differ and resident == 0)
     assert prepare(folder, draft="ngram", **LOADED).planning.blocks == (not differ)

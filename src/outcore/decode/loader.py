@@ -24,7 +24,6 @@ from ..engine.session import Folders, Session, closed_sessions
 from ..errors import StoreSpaceError
 from ..machine.allocator import clear_cache
 from ..machine.device import on_cpu
-from ..machine.kernels import keep_kernels
 from ..options import LoadOptions, chosen
 from ..plan.joint_plan import AUTO, NGRAM, NONE
 from .prefix_cache import prefix_cache
@@ -161,7 +160,6 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     reading = Folders(o.io, o.threads or calibration.threads, calibration.chunk, report, o.kv_dir, prepared.mirrors)
     if o.io == "auto" and calibration.io != "auto":
         reading = replace(reading, io=calibration.io)
-    keep_kernels()
     check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
     if prepared.mirrors is not None:
         prepared.mirrors.compare(partial(check_machine, io=reading.io), report)

@@ -19,6 +19,7 @@ from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, UsageError, called
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
+from ..machine.kernels import keep_kernels
 from ..machine.memory import last_resort
 from ..modules.layers import is_stacked, named_modules, named_parameters
 from ..modules.side_by_side import mergeable
@@ -169,6 +170,7 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> Preparation:
     opening = Opening(folder, o, known)
     profile = opening.measured(lazy)
     _check_experts(profile, o)
+    keep_kernels()  # before any is compiled
     apart, most = not on_cpu() and rows_differ(profile), MOST
     if apart:  # the passes of drafted tokens share a reading, as many as there is memory for their graphs
         most = profile.size.graph(on_cpu=False).readings([1] * (MOST + 1), profile.size.context)[0] - 1
