@@ -292,6 +292,13 @@ def test_a_folder_s_config_says_what_drafts(made: Any, tmp_path: Path) -> None:
         assert session.drafting.kind == "model" and len(tokens(model)) == 10 and session.metrics.accepted > 0
 
 
+def test_states_that_cannot_be_read_are_no_states(made: Any) -> None:
+    folder, drafter, text = made("iquestloopcoder")
+    with (model := opened(folder, drafter)).outcore as session:
+        assert tokens(model, 6) == text[:6] and session.metrics.drafted == 0
+        assert any("cannot read the states of this type of model" in note for note in session.notes)
+
+
 def test_specforge_s_names_are_read(made: Any, tmp_path: Path) -> None:
     folder, drafter, _ = made("llama")
     theirs = tmp_path / "theirs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,11 @@ from .config import check_target, config_of, is_drafter, kind_of, open_drafter
 from .drafter import BlockDrafter, DraftedModel
 from .proposer import DRAFTER, BlockProposer
 from .tap import LayerTaps
+
+UNREADABLE = (
+    "nothing drafts but the text's own repetitions: drafters cannot read the states of this type of model, which have "
+    "several parts or pass a layer more than once"
+)
 
 BITS = (2, 3, 4, 6, 8)
 
@@ -157,7 +163,8 @@ class ByDrafter(Drafting):
         if session.plan.head_streamed and self.holds_head:
             session.note("the model's head is not in memory, so nothing drafts with it but the text's own repetitions")
             return Drafting()
-        self.shared = SharedParts(session.model)
+        self.shared, note = SharedParts(session.model), weakref.WeakMethod(session.note)
+        self._taps.missed = lambda: None if (noted := note()) is None else noted(UNREADABLE)
         if on_cpu():
             split_rows(self.model, session.cpu_streams)
         return self

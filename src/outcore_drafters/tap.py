@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from outcore.modules.hooks import arrays_in, handle
+
+
+def _nothing() -> None: ...
 
 
 class _Tapped:
@@ -28,10 +31,14 @@ class LayerTaps:
     Args:
         layers: in the order in which their outputs are joined. They must not be bound to a ring yet: streaming gives
             a layer a class in front of the one that it has, and takes only that away again.
+
+    Attributes:
+        missed: called where the layers' outputs have no form that drafters could read.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._count = len(layers)
+        self.missed: Callable[[], object] = _nothing
         self._heard = threading.local()
         for n, layer in enumerate(layers):
             cls = type(layer)
@@ -62,3 +69,5 @@ class LayerTaps:
             self._heard.now = None
         if all(len(heard) == 1 and heard[0].ndim == 3 for heard in each):
             joined.append(mx.concatenate([heard[0] for heard in each], axis=-1))
+        else:
+            self.missed()
