@@ -88,16 +88,12 @@ class NGram:
         for place in reversed(self._places.get(tuple(tail[-SHORTEST:]), [])[-PLACES - 1 :]):
             if place >= len(self._text):
                 continue  # the suffix itself
-            length = self._agreeing(place, tail)
+            length = SHORTEST
+            while length < min(place, len(tail)) and self._text[place - length - 1] == tail[-length - 1]:
+                length += 1
             if length > best:
                 best, at = length, place
         return Guess(self._text[at], (self.name, min(best, LONGEST).bit_length())) if best else None
-
-    def _agreeing(self, place: int, tail: Sequence[int]) -> int:
-        length = SHORTEST
-        while length < min(place, len(tail)) and self._text[place - length - 1] == tail[-length - 1]:
-            length += 1
-        return length
 
 
 # A repetition that is right with at least this chance is guessed without calling the model.
