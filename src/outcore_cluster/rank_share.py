@@ -100,12 +100,11 @@ def share_out(
     heads = tuple(t for t in profile.tables if t.multiplied and t.head)
     ranks = tuple(by_layer[i] for i in range(len(profile.layers)))
     share = RankShare(link, cuts, ranks, profile.layers, heads, profile.trace.evaluates, filled)
-    return _of_rank(profile, share)
-
-
-def _of_rank(profile: ModelProfile, share: RankShare) -> ModelProfile:
     own = [i for i in range(len(profile.layers)) if share.own(i)]
-    tables = profile.tables if share.link.rank == 0 else tuple(_beheaded(profile.tables))
+    tables = profile.tables
+    if link.rank:  # only rank 0 multiplies by heads
+        kept = (t for t in tables if t.looked_up or not t.head)
+        tables = tuple(replace(t, multiplied=False, head=False) if t.head else t for t in kept)
     numbers = dict(zip(own, count(), strict=False))
     old = {id(t.layer.module): len(profile.layers) + n for n, t in enumerate(profile.tables)}
     numbers |= {old[id(t.layer.module)]: len(own) + n for n, t in enumerate(tables) if t.multiplied}
@@ -124,11 +123,6 @@ def _of_rank(profile: ModelProfile, share: RankShare) -> ModelProfile:
         kept_apart={},
         share=share,
     )
-
-
-def _beheaded(tables: Sequence[Table]) -> list[Table]:
-    kept = [t for t in tables if t.looked_up or not t.head]
-    return [replace(t, multiplied=False, head=False) if t.head else t for t in kept]
 
 
 def _size(profile: ModelProfile, share: RankShare, own: Sequence[int], tables: Sequence[Table]) -> ModelSize:

@@ -45,12 +45,6 @@ class RankRoom(RankAgreement):
         self._agreed: tuple[int, int] | None = None
         self._agreed_step: int | None = None
 
-    @property
-    def _running(self) -> Session:
-        state = self._state()
-        assert state is not None
-        return state
-
     def text_room(self, text: Callable[[], Sequence[int]], has_room: HasRoom, *, asked: bool) -> tuple[int, int]:
         refusal: list[OutcoreError] = [BudgetError("another machine has too little memory: shorten this text")]
         tokens = step = 0
@@ -79,7 +73,9 @@ class RankRoom(RankAgreement):
             context = here(lengths, joining, begun)
         except BudgetError as e:
             refusal = [e]
-        context, step = self.leasts([context, self._running.plan.prefill_step])
+        state = self._state()
+        assert state is not None
+        context, step = self.leasts([context, state.plan.prefill_step])
         if len(lengths) == 1 and self.forecast is not None:
             step = min(step, self.forecast.step)  # so that ranks compute its chunks in parallel
         if not context:
