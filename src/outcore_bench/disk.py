@@ -126,7 +126,8 @@ DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 
 
 def machine(folder: Path) -> Machine:
-    commit, changed = _git()
+    # Inside the checkout of another project git answers, too, but does not track this file.
+    in_checkout = bool(_run_git("ls-files", Path(__file__).name))
     return Machine(
         cpu=cpu_name(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -137,8 +138,8 @@ def machine(folder: Path) -> Machine:
         kernel=platform.platform(),
         python=platform.python_version(),
         versions=_versions(),
-        git_commit=commit,
-        git_changed_files=changed,
+        git_commit=_run_git("rev-parse", "HEAD") if in_checkout else "",
+        git_changed_files=len(_run_git("status", "--porcelain").splitlines()) if in_checkout else 0,
     )
 
 
@@ -175,14 +176,6 @@ def _versions() -> dict[str, str]:
     except OSError:
         driver = None
     return found | ({"nvidia driver": driver[0]} if driver else {})
-
-
-def _git() -> tuple[str, int]:
-    """Returns this checkout's commit and number of changed files; ``""`` and 0 if Outcore is an installed package."""
-    # Inside the checkout of another project git answers, too, but does not track this file.
-    if not _run_git("ls-files", Path(__file__).name):
-        return "", 0
-    return _run_git("rev-parse", "HEAD"), len(_run_git("status", "--porcelain").splitlines())
 
 
 def _run_git(*arguments: str) -> str:

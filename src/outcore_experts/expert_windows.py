@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from outcore.disk.layout import Extent, SlotCopy, Unit
+from outcore.disk.layout import Extent, SlotCopy
 from outcore.disk.reader import Read
 from outcore.disk.ring import Lease, Partly, Ring
 from outcore.engine.streamed_layers import StreamedUnit
@@ -157,12 +157,9 @@ def _stacks(u: StreamedUnit, places: dict[tuple[int, str], int]) -> list[_Stack]
         tensor = places.get((id(p.module), p.key))
         if tensor is None:
             return []
-        found.append(_Stack(tensor, f.at, _extent_of(u.unit, f.at, f.nbytes)))
+        extent = next(e for e in u.unit.extents if e.at <= f.at and f.at + f.nbytes <= e.at + e.nbytes)
+        found.append(_Stack(tensor, f.at, extent))
     return found
-
-
-def _extent_of(unit: Unit, at: int, nbytes: int) -> Extent:
-    return next(e for e in unit.extents if e.at <= at and at + nbytes <= e.at + e.nbytes)
 
 
 def _part(extent: Extent, begin: int, end: int) -> Extent:

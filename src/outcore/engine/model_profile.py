@@ -250,7 +250,7 @@ def _model_size(
         non_layer=rest,
         cache=trace.cache_bytes(context),
         growing=trace.growing,
-        fixed=trace.fixed_bytes,
+        fixed=max((c.fixed for c in trace.caches if c.growing is None), default=0),
         window=trace.window_bytes,
         versions=trace.passing.versions,
         masked=trace.passing.masked,

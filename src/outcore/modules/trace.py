@@ -156,10 +156,6 @@ class Trace:
         return growing[0] if growing is not None else 0
 
     @property
-    def fixed_bytes(self) -> int:
-        return max((c.fixed for c in self.caches if c.growing is None), default=0)
-
-    @property
     def recurrences(self) -> int:
         return sum(bool(c.fixed) and c.growing is None for c in self.caches)
 
