@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import zoo
 from drafter_parity import CASES
 from outcore.decode import one_text, text_drafts
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
-from outcore.errors import UnsupportedModelError
+from outcore.errors import BudgetError, UnsupportedModelError
 from outcore_drafters import dflash
 from outcore_drafters.drafter import DraftedModel
 from outcore_drafters.kinds import KINDS
@@ -146,6 +147,28 @@ def test_caches_grow_as_they_say() -> None:
             text.begin(mx.zeros((1, 16, 3 * HIDDEN)), mx.zeros((16,), mx.int32))
             mx.eval(text.arrays)
         held = sum(a.nbytes for a in text.arrays)
-        said = sum(2 * each * (192 if most is None else min(most, 192)) for each, most in drafter.growing)
+        said = sum(2 * each * (192 if most is None else min(most, 192)) for each, most in drafter.growing[:-1])
         # A cache that grows has room for up to 256 tokens.
         assert held <= said * 256 / 192 + 64 and held >= said / 2
+
+
+def test_the_budget_holds_with_a_block_s_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = 12_000
+    monkeypatch.setitem(zoo.CONFIGS, "llama", {**zoo.CONFIGS["llama"], "vocab_size": tokens})
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    config = config_of("dflash", vocab_size=tokens, block_size=48)
+    monkeypatch.setitem(globals(), "VOCABULARY", tokens)
+    drafter = save(tmp_path / "drafter", config)
+    with pytest.raises(BudgetError) as refused:
+        opened(folder, drafter, monkeypatch, memory=100_000, prompt=40)
+    budget = refused.value.smallest
+    assert budget is not None
+    gc.collect()
+    mx.clear_cache()
+    others = mx.get_active_memory()
+    with (model := opened(folder, drafter, monkeypatch, memory=budget, prompt=40)).outcore as session:
+        mx.reset_peak_memory()
+        given = [r.token for r in outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=6)]
+        assert len(given) == 6 and session.metrics.drafted > 2
+        peak = mx.get_peak_memory() - others
+        assert budget - 2 * 47 * tokens * 4 < peak <= budget

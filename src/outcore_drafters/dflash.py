@@ -101,7 +101,7 @@ class Shape:
         return [KVCache() if w is None else RotatingKVCache(w - 1) for w in self.windows]
 
     def growing(self) -> tuple[tuple[int, int | None], ...]:
-        """Returns what ``BlockDrafter.growing`` is."""
+        """Returns what ``BlockDrafter.growing`` is, of the caches alone."""
         each = 2 * 2 * self.kv_heads * self.dim
         if self.kept is not None:
             return ((each * len(self.windows), self.kept + LatestCache.SPARE),)
@@ -219,11 +219,13 @@ class DFlash(BlockDrafter):
     def __init__(self, config: Config, target: DraftedModel) -> None:
         super().__init__()
         self._shape, self._softcap = Shape.of(config, self.eps), setting(config, "final_logit_softcapping")
-        self.taps, self.growing = tuple(required(config, "target_layer_ids")), self._shape.growing()
+        self.taps = tuple(required(config, "target_layer_ids"))
         self._mask = _mask_token(config)
         self.rows = self.block_tokens(config) - 1
         if self.rows < 1 or not self.taps or list(self.taps) != sorted(set(self.taps)):
             raise ValueError("its block_size or target_layer_ids have no meaning")
+        # A block's logits are kept until the text goes on.
+        self.growing = (*self._shape.growing(), (2 * (target.vocabulary or 0), self.rows))
         self.fc = nn.Linear(len(self.taps) * (target.hidden or self._shape.hidden), self._shape.hidden, bias=False)
         self.hidden_norm, self.norm = (nn.RMSNorm(self._shape.hidden, self._shape.eps) for _ in range(2))
         self.layers = [self.layer(config, self._shape, window) for window in self._shape.windows]
