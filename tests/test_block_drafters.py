@@ -116,6 +116,9 @@ def test_configs_say_which_kind_they_are_of() -> None:
     found = {name: next(k.kind for k in KINDS if k.claims(case.config)) for name, case in CASES.items()}
     words = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "eagle3": "EAGLE-3"}
     assert found == {name: words[name.partition("-")[0]] for name in CASES}
+    alone = {"model_type": "qwen3", "architectures": ["Qwen3DSparkModel"], "block_size": 7}
+    assert [k.kind for k in KINDS if k.claims(alone)] == ["DSpark"]
+    assert not any(k.claims({**alone, "architectures": ["Qwen3ForCausalLM"]}) for k in KINDS)
     for others in ("Gemma4DSparkModel", "LagunaDFlashModel"):
         assert not any(k.claims({**config_of("dspark"), "architectures": [others]}) for k in KINDS)
 

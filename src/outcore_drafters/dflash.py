@@ -36,6 +36,11 @@ def setting(config: Config, name: str, default: Any = None) -> Any:
     return default if found is None else found
 
 
+def names_of(config: Config) -> list[str]:
+    """Returns the model's type and classes in small letters."""
+    return [str(name).lower() for name in (config.get("model_type"), *(config.get("architectures") or ()))]
+
+
 def required(config: Config, name: str) -> Any:
     found = setting(config, name)
     if found is None:
@@ -213,6 +218,8 @@ class DFlash(BlockDrafter):
     # Where the config has none: the norms' epsilon, and the longest block in tokens, the text's last one included.
     eps = 1e-6
     longest: int | None = None
+    # Its class among a config's architectures, in small letters.
+    sign = "dflashdraftmodel"
     # How many rows of a block come before the first that drafts.
     leading = 1
 
@@ -242,9 +249,8 @@ class DFlash(BlockDrafter):
 
     @classmethod
     def claims(cls, config: Config) -> bool:
-        names = [str(config.get("model_type")), *(config.get("architectures") or ())]
-        other = any(name.lower().startswith(_OTHERS) for name in names)
-        return not other and bool(config.get("dflash_config") or "DFlashDraftModel" in names)
+        names = names_of(config)
+        return not any(n.startswith(_OTHERS) for n in names) and any([config.get("dflash_config"), cls.sign in names])
 
     @classmethod
     def made_for(cls, config: Config) -> DraftedModel:

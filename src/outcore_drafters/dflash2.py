@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .dflash import Block, DFlash, Layer, Shape, required, setting
+from .dflash import Block, DFlash, Layer, Shape, names_of, required, setting
 from .drafter import Config, DraftedModel
 
 
@@ -93,7 +93,7 @@ class DFlash2(DFlash):
 
     @classmethod
     def claims(cls, config: Config) -> bool:
-        return "DFlash2DraftModel" in (config.get("architectures") or ()) or config.get("model_type") == "dflash2"
+        return bool({"dflash2draftmodel", "dflash2"}.intersection(names_of(config)))
 
     @classmethod
     def renamed(cls, weights: dict[str, mx.array]) -> dict[str, mx.array]:

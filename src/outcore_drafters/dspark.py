@@ -6,7 +6,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from .dflash import Block, DFlash, required, setting
+from .dflash import Block, DFlash, names_of, required, setting
 from .drafter import Config, DraftedModel
 
 
@@ -27,6 +27,7 @@ class DSpark(DFlash):
     kind = "DSpark"
     eps = 1e-5
     longest = 8
+    sign = "qwen3dsparkmodel"
 
     def __init__(self, config: Config, target: DraftedModel) -> None:
         super().__init__(config, target)
@@ -42,8 +43,8 @@ class DSpark(DFlash):
 
     @classmethod
     def claims(cls, config: Config) -> bool:
-        named = setting(config, "projector_type") == "dspark" or int(setting(config, "markov_rank", 0)) > 0
-        return named and super().claims(config)
+        named = setting(config, "projector_type") == "dspark" or cls.sign in names_of(config)
+        return (named or int(setting(config, "markov_rank", 0)) > 0) and super().claims(config)
 
     def chosen(self, block: Block, row: int, before: mx.array) -> mx.array:
         made: mx.array = (block.logits[:, row] + self.markov_head(before))[0]
