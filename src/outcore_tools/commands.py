@@ -11,7 +11,7 @@ from typing import Any
 
 from outcore.checks import choice
 from outcore.cli.commands import GET, HUB, KEEP, LOG_LEVELS, LOOK, Command, Flag, commands, flag, parser_of, switch
-from outcore.cli.flags import FLAGS, PLANNED, QUANTIZED
+from outcore.cli.flags import FLAGS as SHARED, PLANNED, QUANTIZED
 from outcore.options import LoadOptions
 
 ELSEWHERE = {
@@ -144,21 +144,21 @@ INFO: list[str | Flag] = ["model-flags", *PLANNED, "engine-flags output-flags"]
 
 LIST: list[str | Flag] = [
     flag("--cache-dir", "Folder of the Hub's cache. Default: the Hub's own.", metavar="DIR"),
-    FLAGS["memory"].but(group="", help="Budget to compare with. Default: the budget that commands use by default."),
-    FLAGS["context"].but(group=""),
+    SHARED["memory"].but(group="", help="Budget to compare with. Default: the budget that commands use by default."),
+    SHARED["context"].but(group=""),
     "output-flags",
 ]
 
 DEMO: list[str | Flag] = [
-    FLAGS["memory"].but(group="", help="Budget of the streamed run.", default="15MB"),
-    FLAGS["prompt"].but(default="def read_lines(path):\n", help="The prompt. Default: the first line of a function."),
-    FLAGS["max-tokens"].but(default=64, help="Tokens to generate."),
+    SHARED["memory"].but(group="", help="Budget of the streamed run.", default="15MB"),
+    SHARED["prompt"].but(default="def read_lines(path):\n", help="The prompt. Default: the first line of a function."),
+    SHARED["max-tokens"].but(default=64, help="Tokens to generate."),
     "output-flags",
 ]
 
 DOCTOR: list[str | Flag] = [
     "model_named",
-    FLAGS["model"].but(help="Check this model's files and plan as well. Default: none."),
+    SHARED["model"].but(help="Check this model's files and plan as well. Default: none."),
     "revision output-flags",
 ]
 
@@ -167,7 +167,7 @@ MONITOR: list[str | Flag] = [switch("--once", "Print the state once, after a sec
 CACHE: list[str | Flag] = [
     flag("action", "ls lists entries, largest first; rm removes some; clear removes all.", metavar="ls | rm | clear"),
     flag("names", "Entries to remove, by name or by the beginning of a name.", (), nargs="*", metavar="NAME"),
-    FLAGS["force"].but("--yes", "-y", help="Do not ask before clearing."),
+    SHARED["force"].but("--yes", "-y", help="Do not ask before clearing."),
     "output-flags",
 ]
 

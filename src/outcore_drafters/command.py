@@ -1,0 +1,239 @@
+"""``outcore draft train``: collects a model's hidden states on continuations of given text, and trains a drafter."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+import outcore
+from outcore.checkpoint.checkpoint import open_checkpoint
+from outcore.checkpoint.find_model import name_of, resolve_model
+from outcore.checkpoint.tokenizer import load_tokenizer
+from outcore.checks import parse_size
+from outcore.cli.engine import ProgressBar
+from outcore.cli.flags import loading_options
+from outcore.cli.output import tell
+from outcore.decode.sampling import make_sampler
+from outcore.errors import BudgetError, UsageError
+from outcore.machine.device import on_cpu
+from outcore.plan.joint_plan import NONE
+from outcore.sizes import format_size
+from outcore.text import printable
+
+from .train import collect, drafter_files, texts
+from .train.network import Network, Shape
+from .train.training import DEPTH, Progress, Trainer
+
+# Tokens of a piece of text that the model continues.
+PROMPT = 128
+
+# Bits of a drafter's weight when it drafts: 4, and scales and biases of groups of 64.
+BITS = 4.5
+
+# Texts in a training step, at most.
+ROWS = 32
+
+# Texts that share a pass of the model: the first of these for which there is memory.
+TOGETHER = (256, 128, 64, 32, 16, 8, 4, 2, 1)
+
+
+def run(args: argparse.Namespace) -> None:
+    folder, out = resolve_model(args.model, args.revision), Path(args.output)
+    if (out / "config.json").exists():
+        tell(f"{printable(str(out))}: a drafter is already there; give a new folder to train another")
+        return
+    files = texts.text_files(args.input)
+    work = out / "training"
+    work.mkdir(parents=True, exist_ok=True)
+    job = Job(args, folder, work, files)
+    with ProgressBar() as bar:
+        progress = job.run(bar)
+    shape = job.shape
+    facts = {
+        "form": "EAGLE-3, one layer",
+        "size in 4 bits": format_size(round(shape.parameters * BITS / 8)),
+        "tokens a pass, on held-out texts": progress.best,
+        "texts": f"{job.shards.count * job.texts} of {PROMPT} + {args.max_tokens} tokens",
+        "steps": progress.steps,
+        "written while training": format_size(job.written),
+    }
+    config = drafter_files.config_of(shape, job.model_type, job.layers, job.positions, DEPTH)
+    named = [str(path) for path in args.input]
+    drafter_files.save(out, job.net, config, drafter_files.card(name_of(folder), named, facts))
+    shutil.rmtree(work)
+    print(f"{printable(str(out))}: {progress.best:.2f} tokens a pass on held-out texts; use it with --draft {out}")
+    args.result.record = {"folder": str(out), "bytes": job.written, "history": progress.history, **facts}
+
+
+class Job:
+    """One training: its model, its texts and its files.
+
+    Args:
+        work: the folder of what a resumed training needs.
+    """
+
+    def __init__(self, args: argparse.Namespace, folder: Path, work: Path, files: list[Path]) -> None:
+        self._args, self._folder, self._work, self._files = args, folder, work, files
+        self._seed = 0 if args.seed is None else args.seed
+        self.written = 0
+
+    def run(self, bar: ProgressBar) -> Progress:
+        args = self._args
+        model = self._load()
+        try:
+            self._measure(model)
+            self._check()
+            self._collect(model, bar)
+        finally:
+            model.outcore.close()
+        del model
+        mx.clear_cache()
+        budget = parse_size(str(args.memory)) if args.memory not in (None, "auto") else None
+        rows = self._rows(budget)
+        self.net = Network(self.shape, self._norm)
+
+        def report(progress: Progress, now: dict[str, float]) -> None:
+            left = max(0.0, args.minutes - now["seconds"] / 60)
+            tell(
+                f"{now['seconds'] / 60:.0f} min: loss {now['loss']:.2f}, {now['tokens_a_pass']:.2f} tokens a pass on "
+                f"held-out texts, at most {left:.0f} min left"
+            )
+
+        trainer = Trainer(
+            self.net, self._table, self._head, self.shards, first=PROMPT - 1, ends=self._ends, rows=rows,
+            seconds=args.minutes * 60, folder=self._work, seed=self._seed, report=report,
+            step_done=lambda p: bar.count("training", round(p.seconds), round(args.minutes * 60), f"loss {p.loss:.2f}"),
+        )  # fmt: skip
+        progress = trainer.run()
+        self.written += trainer.written
+        return progress
+
+    def _load(self) -> Any:
+        """Loads the model with room for as many texts in a pass as the memory allows."""
+        options = loading_options(self._args) | {"draft": NONE, "context": PROMPT + self._args.max_tokens}
+        for self._together in TOGETHER:
+            try:
+                model, _ = outcore.load_model(str(self._folder), **options, batch=self._together)
+                return model
+            except BudgetError:
+                if self._together == TOGETHER[-1]:
+                    raise
+        raise AssertionError
+
+    def _measure(self, model: Any) -> None:
+        text = getattr(model, "language_model", model)
+        inner, config = text.model, json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
+        own = config.get("text_config") or config
+        self.model_type, self.layers = config["model_type"], len(inner.layers)
+        self.positions = own.get("max_position_embeddings", 4096)
+        dtype = mx.float32 if on_cpu() else mx.bfloat16
+        self._table = _dense(inner.embed_tokens).astype(dtype)
+        self._head = _dense(text.lm_head).astype(dtype) if "lm_head" in text else self._table
+        self._norm = mx.array(inner.norm.weight).astype(mx.float32)
+        mx.eval(self._table, self._head, self._norm)
+        vocabulary, hidden = self._table.shape
+        head_dim = 64 if hidden < 1024 else 128
+        heads = max(1, hidden // head_dim)
+        kv_heads = next(n for n in range(max(1, heads // 4), heads + 1) if heads % n == 0)
+        last = self.layers - 1
+        if last < 2:
+            raise UsageError(f"{self._folder}: a drafter reads three layers; this model has {self.layers}")
+        tapped = (last // 5, last * 3 // 5, last)
+        self.shape = Shape(hidden, heads, kv_heads, head_dim, 64, vocabulary, tapped)
+        wanted = self._args.share * open_checkpoint(self._folder).nbytes * 8 / BITS
+        room = (wanted - self.shape.parameters) / (3 * hidden) + 64
+        if room < 64:
+            least = self.shape.parameters * BITS / 8 / open_checkpoint(self._folder).nbytes
+            raise UsageError(f"--share {self._args.share}: the smallest drafter for this model takes {least:.3f}")
+        self.shape = dataclasses.replace(self.shape, intermediate=min(int(room) // 64 * 64, 8 * hidden))
+        self._ends = sorted({e for e in _ends(self._folder) if e is not None})
+
+    def _check(self) -> None:
+        """Chooses how many texts fit on the disk, and refuses other settings than a begun training's."""
+        args, shape = self._args, self.shape
+        row = (PROMPT + args.max_tokens) * (3 * shape.hidden * 2 + 4)
+        saved = shape.parameters * 4 * 5  # weights twice, for the best and the last, and the optimizer's two averages
+        limit = parse_size(args.disk) - 2 * saved
+        free = shutil.disk_usage(self._work).free
+        if limit > free:
+            raise UsageError(f"--disk {args.disk}: {format_size(free)} are free there")
+        self.texts = int(min(TOGETHER[0], max(20, limit // row // 4)))
+        count = min(limit // (row * self.texts), 400)
+        if count < 1:
+            raise UsageError(f"--disk {args.disk}: give at least {format_size(row * self.texts + 2 * saved)}")
+        self.shards = collect.Shards(self._work / "states", int(count))
+        used = {
+            "model": str(self._folder), "share": args.share, "tokens": args.max_tokens, "temp": args.temp,
+            "seed": self._seed, "count": self.shards.count, "texts": self.texts,
+            "input": hashlib.sha256("\n".join(f"{f}:{f.stat().st_size}" for f in self._files).encode()).hexdigest(),
+        }  # fmt: skip
+        file = self._work / "settings.json"
+        if file.exists() and json.loads(file.read_text(encoding="utf-8")) != used:
+            raise UsageError(f"{printable(str(self._work))}: begun with other settings; give another --output")
+        file.write_text(json.dumps(used), encoding="utf-8")
+        tell(
+            f"the drafter takes {format_size(round(shape.parameters * BITS / 8))} in 4 bits and pays from 2 tokens a "
+            f"pass; {self.shards.count * self.texts} texts, {format_size(self.shards.count * self.texts * row)} on disk"
+        )
+
+    def _collect(self, model: Any, bar: ProgressBar) -> None:
+        if not (missing := self.shards.missing):
+            return
+        args = self._args
+        tokenizer: Any = load_tokenizer(self._folder)
+        tokenizer = getattr(tokenizer, "_tokenizer", tokenizer)
+        found = texts.pieces(tokenizer, self._files, self.shards.count * self.texts, PROMPT, self._seed)
+        draw = make_sampler(temp=args.temp or 0.0)
+        layers = getattr(model, "language_model", model).model.layers
+        for n in missing:
+            bar.count("hidden states of texts", n * self.texts, self.shards.count * self.texts)
+            mx.random.seed(self._seed * 1_000_003 + n)
+            prompts = found[n * self.texts : (n + 1) * self.texts]
+            parts = [prompts[at : at + self._together] for at in range(0, self.texts, self._together)]
+            made = [
+                collect.continue_texts(model, layers, self.shape.tapped, part, args.max_tokens, draw) for part in parts
+            ]
+            self.shards.save(n, {key: mx.concatenate([each[key] for each in made]) for key in made[0]})
+            mx.clear_cache()
+        self.written += self.shards.written_bytes
+
+    def _rows(self, budget: int | None) -> int:
+        """Returns texts in a step. Raises ``BudgetError`` if not even one fits."""
+        shape, length = self.shape, PROMPT + self._args.max_tokens
+        fixed = shape.parameters * 4 * 6 + self._table.nbytes + (0 if self._head is self._table else self._head.nbytes)
+        # Floats of each place: logits and their gradient for one guess; of every guess, what its gradient needs.
+        guess = 12 * shape.hidden + 6 * shape.intermediate + 3 * shape.heads * length
+        each = 4 * self._args.max_tokens * (3 * shape.vocabulary + DEPTH * guess) + 36 * length * shape.hidden
+        if budget is None:
+            return ROWS
+        rows = (budget - fixed) // each
+        if rows < 1:
+            needs = format_size(fixed + each)
+            raise BudgetError(f"--memory: training this drafter needs {needs}; give that, or a smaller --share")
+        return int(min(rows, ROWS))
+
+
+def _dense(module: nn.Module) -> mx.array:
+    if "scales" in module:
+        made: mx.array = mx.dequantize(
+            module.weight, module.scales, module.get("biases"), module.group_size, module.bits, mode=module.mode
+        )
+        return made
+    return mx.array(module.weight)
+
+
+def _ends(folder: Path) -> list[int]:
+    ends: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).exists():
+            found = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            ends += found if isinstance(found, list) else [found]
+    return ends

@@ -1,0 +1,24 @@
+"""The flags of ``outcore draft``. Imports no MLX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outcore.cli.commands import Flag, flag
+from outcore.cli.flags import FLAGS
+
+DRAFT: list[str | Flag] = [
+    flag("action", "train: collect the model's hidden states and train a drafter on them.", choices=["train"]),
+    "model-flags",
+    FLAGS["input"].but(
+        type=Path, nargs="+", required=True, help="Text to learn from: files, or folders whose text files are read."
+    ),
+    FLAGS["output"].but(type=Path, required=True, help="Folder of the drafter; also holds what a resumed run needs."),
+    flag("--disk", "Most bytes that this training may write.", "20GB", metavar="SIZE"),
+    flag("--minutes", "Longest time of the training after the states are collected.", 60.0, metavar="N"),
+    flag("--share", "Size of the drafter in 4 bits, as a share of the model's bytes.", 0.05, metavar="X"),
+    FLAGS["max-tokens"].but(default=64, help="Tokens of each continuation."),
+    FLAGS["temp"].but(help="Temperature of the continuations; 0: greedy."),
+    FLAGS["seed"].but(help="Chooses the pieces of text and the first weights."),
+    "engine-flags output-flags",
+]

@@ -1,0 +1,115 @@
+"""Collects a model's hidden states along its own continuations of given texts, in files of bounded size.
+
+Many texts share each forward pass, so that streamed weights are read once for all of them. A file is written whole
+under a temporary name and then renamed: an interrupted collection goes on with the next file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from outcore.modules.hooks import handles, swap
+
+# Tokens of a prompt that are computed at once; few, since a recurrent layer's graph holds a state for each token.
+CHUNK = 32
+
+
+@contextmanager
+def tapped(layers: Sequence[nn.Module], which: Sequence[int]) -> Iterator[list[mx.array]]:
+    """Records the outputs of some layers, (texts, tokens, hidden), in the order in which they are computed."""
+    heard: list[mx.array] = []
+    classes = [layers[i].__class__ for i in which]
+
+    def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        heard.append(made[0] if isinstance(made, tuple) else made)
+        return made
+
+    for i in which:
+        swap(layers[i], "Tapped", call)
+    try:
+        yield heard
+    finally:
+        for i, kind in zip(which, classes, strict=True):
+            layers[i].__class__ = kind
+
+
+def continue_texts(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    which: Sequence[int],
+    prompts: np.ndarray[Any, Any],
+    more: int,
+    draw: Callable[[mx.array], mx.array],
+) -> dict[str, mx.array]:
+    """Returns ``tokens`` int32 (texts, prompt + more) and ``states`` float16 (texts, prompt + more - 1, 3 * hidden).
+
+    Args:
+        which: the layers whose outputs are kept.
+        prompts: int32 (texts, prompt).
+        draw: chooses tokens (texts,) from log-probabilities (texts, vocabulary).
+    """
+    cache = make_prompt_cache(model)
+    tokens, states = [mx.array(prompts)], list[mx.array]()
+    with tapped(layers, which) as heard:
+
+        def run(ids: mx.array) -> mx.array:
+            heard.clear()
+            logits: mx.array = model(ids, cache=cache)
+            kept = mx.concatenate(heard, axis=-1).astype(mx.float16)
+            last = logits[:, -1].astype(mx.float32)
+            mx.eval(last, kept, handles(*cache))
+            states.append(kept)
+            return last
+
+        logits = mx.zeros(())
+        for at in range(0, prompts.shape[1], CHUNK):
+            logits = run(tokens[0][:, at : at + CHUNK])
+        for n in range(more):
+            tokens.append(draw(logits - mx.logsumexp(logits, axis=-1, keepdims=True)).astype(mx.int32)[:, None])
+            if n + 1 < more:
+                logits = run(tokens[-1])
+    made = {"tokens": mx.concatenate(tokens, axis=1), "states": mx.concatenate(states, axis=1)}
+    mx.eval(made)
+    return made
+
+
+class Shards:
+    """Files with a collection's texts, ``texts`` in each.
+
+    Args:
+        folder: created if missing.
+        count: how many files the whole collection has.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.count = folder, count
+
+    def path(self, n: int) -> Path:
+        return self.folder / f"states-{n:05}.safetensors"
+
+    @property
+    def missing(self) -> list[int]:
+        return [n for n in range(self.count) if not self.path(n).exists()]
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.folder.iterdir())
+
+    def save(self, n: int, made: dict[str, mx.array]) -> None:
+        partial = self.folder / "partial.safetensors"
+        mx.save_safetensors(str(partial), made)
+        partial.replace(self.path(n))
+
+    def load(self, n: int) -> dict[str, mx.array]:
+        loaded: Any = mx.load(str(self.path(n)))
+        return loaded  # type: ignore[no-any-return]

@@ -1,0 +1,88 @@
+"""A trained drafter's folder, in the form in which EAGLE-3 drafters are published (as in the library speculators)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from .network import Network, Shape
+
+
+def config_of(shape: Shape, model_type: str, layers: int, positions: int, depth: int) -> dict[str, Any]:
+    """Returns the config. Published layer numbers count from the embeddings: the output of layer n is n + 1.
+
+    Args:
+        model_type, layers: of the model.
+        positions: the model's longest text.
+        depth: guesses of a draft.
+    """
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": shape.vocabulary,
+        "target_hidden_size": shape.hidden,
+        "tie_word_embeddings": True,
+        "norm_before_fc": True,
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": [n + 1 for n in shape.tapped],
+        "transformer_layer_config": {
+            "model_type": "llama",
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.intermediate,
+            "num_hidden_layers": 1,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "rms_norm_eps": shape.eps,
+            "rope_theta": shape.theta,
+            "vocab_size": shape.vocabulary,
+            "max_position_embeddings": positions,
+            "tie_word_embeddings": True,
+        },
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depth}],
+            "verifier": {"model_type": model_type, "num_hidden_layers": layers},
+        },
+    }
+
+
+def save(folder: Path, net: Network, config: dict[str, Any], card: str) -> None:
+    """Writes weights (bfloat16), config and card; the config last, since a folder with one is a drafter."""
+    weights = {key: a.astype(mx.bfloat16) for key, a in tree_flatten(net.parameters())}
+    partial = folder / "model.partial.safetensors"
+    mx.save_safetensors(str(partial), weights, {"format": "mlx"})
+    partial.replace(folder / "model.safetensors")
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def card(of: str, inputs: list[str], facts: dict[str, Any]) -> str:
+    """Returns the model card: what the drafter was made of, and what it may be used for."""
+    rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
+    texts = "\n".join(f"- `{each}`" for each in inputs)
+    return f"""# A drafter for {of}
+
+Trained by `outcore draft train` on the model's own continuations of the texts below. It proposes tokens; the model
+decides, so the text is the model's own.
+
+    outcore generate --model {of} --draft THIS_FOLDER
+
+| | |
+| --- | --- |
+{rows}
+
+## Trained on
+
+Continuations, by the model, of pieces of
+
+{texts}
+
+## Licence
+
+The drafter is derived from the model and from these texts: their licences hold for it, too.
+"""

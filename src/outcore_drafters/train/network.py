@@ -1,0 +1,182 @@
+"""EAGLE-3's drafter in the form in which it is trained: all places of a text at once, several guesses deep.
+
+For the place of token t, the first guess is made from the model's hidden states up to t and from token t + 1; each
+further guess from the drafter's own state instead of the model's, as when it drafts (EAGLE-3's training-time test, Li
+et al. 2025, arXiv 2503.01840). ``outcore_drafters.eagle3`` computes the same with a cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a drafter: as in its config. ``tapped``: layers of the model whose output it reads, three."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tapped: tuple[int, int, int]
+    eps: float = 1e-6
+    theta: float = 10000.0
+
+    @property
+    def parameters(self) -> int:
+        """Its weights, without embeddings and output head, which are the model's."""
+        heads, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * (heads + 2 * kv) + heads * self.hidden
+        return attention + 3 * self.hidden * self.intermediate + 3 * self.hidden * self.hidden + 7 * self.hidden
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        inner, heads, kv = 2 * shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj, self.o_proj = nn.Linear(inner, heads, bias=False), nn.Linear(heads, shape.hidden, bias=False)
+        self.k_proj, self.v_proj = nn.Linear(inner, kv, bias=False), nn.Linear(inner, kv, bias=False)
+
+
+class Mlp(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        made: mx.array = self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return made
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
+            nn.RMSNorm(shape.hidden, shape.eps) for _ in range(3)
+        )
+        self.self_attn, self.mlp = Attention(shape), Mlp(shape)
+
+
+class Network(nn.Module):
+    """The drafter; its parameters have the names of published checkpoints.
+
+    Args:
+        norm: the weight (hidden,) of the model's final norm, from which the drafter's starts.
+    """
+
+    def __init__(self, shape: Shape, norm: mx.array) -> None:
+        super().__init__()
+        self._shape = shape
+        self.input_norm = nn.RMSNorm(3 * shape.hidden, shape.eps)
+        self.fc = nn.Linear(3 * shape.hidden, shape.hidden, bias=False)
+        self.layers = [Layer(shape)]
+        self.norm = nn.RMSNorm(shape.hidden, shape.eps)
+        self.norm.weight = norm
+
+    def guesses(
+        self, tokens: mx.array, states: mx.array, table: mx.array, head: mx.array, first: int, depth: int, own: bool
+    ) -> list[mx.array]:
+        """Returns, for each of ``depth`` guesses, the states (texts, places, hidden) that the output head gets.
+
+        Args:
+            tokens: int32 (texts, length).
+            states: of the model's tapped layers, (texts, length - 1, 3 * hidden).
+            table, head: the model's embeddings and output head, (vocabulary, hidden).
+            first: the first place; the place of token t guesses token t + 2 first. Places end with the text.
+            own: feed the drafter's likeliest tokens, as when it drafts; otherwise the text's own.
+        """
+        s, layer = self._shape, self.layers[0]
+        texts, length = tokens.shape
+        places = length - 1 - first
+        state = self.fc(self.input_norm(states))
+        joined, keys, values = self._projected(table[tokens[:, 1:]].astype(state.dtype), state, 1)
+        joined, state = joined[:, first:], state[:, first:]
+        visible = mx.arange(first, length - 1)[:, None] >= mx.arange(length - 1)[None]
+        mask = mx.where(visible, 0.0, -1e9).astype(state.dtype)
+        later: list[tuple[mx.array, mx.array]] = []  # keys and values of the earlier guesses, for each place its own
+        made: list[mx.array] = []
+        groups, scale = (texts, s.kv_heads, s.heads // s.kv_heads, places), s.head_dim**-0.5
+        for n in range(depth):
+            queries = self._heads(layer.self_attn.q_proj(joined), s.heads, first + 1 + n).reshape(*groups, s.head_dim)
+            scores = (queries @ keys[:, :, None].swapaxes(-1, -2)) * scale + mask
+            if later:
+                own_scores = [(queries * k[:, :, None]).sum(-1, keepdims=True) * scale for k, _ in later]
+                scores = mx.concatenate([scores, *own_scores], axis=-1)
+            weights = mx.softmax(scores, axis=-1)
+            out = weights[..., : length - 1] @ values[:, :, None]
+            for i, (_, v) in enumerate(later, length - 1):
+                out = out + weights[..., i : i + 1] * v[:, :, None]
+            out = out.reshape(texts, s.heads, places, s.head_dim).swapaxes(1, 2).reshape(texts, places, -1)
+            state = state + layer.self_attn.o_proj(out)
+            state = state + layer.mlp(layer.post_attention_layernorm(state))
+            made.append(self.norm(state))
+            if n + 1 < depth:
+                following = _likeliest(made[-1], head) if own else _shifted(tokens[:, first + 2 :], n, places)
+                joined, k, v = self._projected(table[following].astype(state.dtype), state, first + 2 + n)
+                later.append((k, v))
+        return made
+
+    def _projected(self, embedded: mx.array, state: mx.array, position: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Returns the attention's input, keys and values; ``position``: of the first place."""
+        s, layer = self._shape, self.layers[0]
+        joined = mx.concatenate([layer.input_layernorm(embedded), layer.hidden_norm(state)], axis=-1)
+        values = layer.self_attn.v_proj(joined).reshape(*joined.shape[:2], s.kv_heads, s.head_dim).swapaxes(1, 2)
+        return joined, self._heads(layer.self_attn.k_proj(joined), s.kv_heads, position), values
+
+    def _heads(self, x: mx.array, heads: int, position: int) -> mx.array:
+        split = x.reshape(*x.shape[:2], heads, self._shape.head_dim).swapaxes(1, 2)
+        return mx.fast.rope(
+            split, self._shape.head_dim, traditional=False, base=self._shape.theta, scale=1.0, offset=position
+        )
+
+
+def _shifted(tokens: mx.array, by: int, places: int) -> mx.array:
+    """Returns tokens (texts, places) from ``by`` on; zeros where the text has ended."""
+    part = tokens[:, by : by + places]
+    return mx.pad(part, [(0, 0), (0, places - part.shape[1])])
+
+
+def _likeliest(states: mx.array, head: mx.array) -> mx.array:
+    return mx.argmax(states.astype(head.dtype) @ head.T, axis=-1)
+
+
+def _entropy(states: mx.array, head: mx.array, wanted: mx.array, counting: mx.array) -> mx.array:
+    logits = (states.astype(head.dtype) @ head.T).astype(mx.float32)
+    each = nn.losses.cross_entropy(logits, wanted)
+    return (each * counting).sum()
+
+
+def loss(net: Network, batch: dict[str, Any], table: mx.array, head: mx.array, first: int, depth: int) -> mx.array:
+    """Returns the mean cross-entropy of the model's own tokens, of deeper guesses less (by .9 for each).
+
+    ``batch``: ``tokens`` and ``states`` as in ``guesses``, and ``counts`` (texts, length): 1 for tokens that count.
+    """
+    tokens, counts = batch["tokens"], batch["counts"]
+    total = weight = mx.array(0.0)
+    for n, states in enumerate(net.guesses(tokens, batch["states"], table, head, first, depth, own=False)):
+        wanted, counting = tokens[:, first + 2 + n :], counts[:, first + 2 + n :]
+
+        def entropy(states: mx.array, wanted: mx.array = wanted, counting: mx.array = counting) -> mx.array:
+            return _entropy(states, head, wanted, counting)
+
+        # Logits are computed again for the gradient: those of all guesses at once would not fit.
+        total = total + 0.9**n * mx.checkpoint(entropy)(states[:, : wanted.shape[1]])
+        weight = weight + 0.9**n * counting.sum()
+    return total / mx.maximum(weight, 1.0)
+
+
+def accepted(net: Network, batch: dict[str, Any], table: mx.array, head: mx.array, first: int, depth: int) -> mx.array:
+    """Returns int32 (texts, places): how many of ``depth`` guesses are right before the first that is not."""
+    tokens = mx.pad(batch["tokens"], [(0, 0), (0, depth)], constant_values=-1)
+    made = net.guesses(batch["tokens"], batch["states"], table, head, first, depth, own=True)
+    places = made[0].shape[1]
+    right = [_likeliest(a, head) == tokens[:, first + 2 + n : first + 2 + n + places] for n, a in enumerate(made)]
+    return mx.cumprod(mx.stack(right).astype(mx.int32), axis=0).sum(axis=0)

@@ -1,0 +1,214 @@
+"""Trains a drafter on collected states, and goes on where an interrupted training stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from outcore.machine.device import on_cpu
+
+from .collect import Shards
+from .network import Network, accepted, loss
+
+# Guesses that are trained for each place, and counted in "tokens a pass".
+DEPTH, TRIED = 6, 12
+
+# One in so many texts is held out.
+HELD_OUT = 20
+
+# The rate rises over so many steps, then falls along a cosine to this share of its highest value.
+WARM, LEAST = 100, 0.02
+
+# Evaluations without a better result, after which training ends.
+PATIENCE = 6
+
+
+@dataclass
+class Progress:
+    """What a training has come to. ``best``: tokens a pass of the best evaluation so far."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    best: float = 0.0
+    stale: int = 0
+    loss: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+class Trainer:
+    """Trains ``net`` on the shards' texts.
+
+    Args:
+        table, head: as in ``Network.guesses``.
+        first: the first place that is trained, as in ``Network.guesses``.
+        ends: tokens after which a text does not count.
+        rows: texts in a step.
+        seconds: the longest time, over all runs of this training.
+        folder: for what a resumed training needs.
+        report: called with each evaluation; ``step_done``: after each step.
+
+    Attributes:
+        written: bytes written to disk by this run.
+    """
+
+    def __init__(
+        self, net: Network, table: mx.array, head: mx.array, shards: Shards, *, first: int, ends: list[int], rows: int,
+        seconds: float, folder: Path, seed: int, rate: float = 1e-3, every: float | None = None,
+        report: Callable[[Progress, dict[str, float]], None] = lambda *_: None,
+        step_done: Callable[[Progress], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.net, self._table, self._head, self._shards = net, table, head, shards
+        self._first, self._ends, self._rows, self._seconds = first, ends, rows, seconds
+        self._folder, self._seed, self._rate, self._report, self._step_done = folder, seed, rate, report, step_done
+        self.written = 0
+        self._every = seconds / 20 if every is None else every
+        self.progress = Progress()
+        self._optimizer = optim.AdamW(learning_rate=rate, betas=[0.9, 0.95], weight_decay=0.01)
+        self._optimizer.init(net.trainable_parameters())
+        self._state = [net.state, self._optimizer.state]
+        self._held: dict[str, mx.array] | None = None
+
+    def run(self) -> Progress:
+        """Trains until the time is over, or until held-out texts show no more progress; ``net`` then has the weights
+        of the best evaluation."""
+        self._resume()
+        # On a CPU, MLX compiles such a graph with the system's C++ compiler, for minutes.
+        step = self._step if on_cpu() else mx.compile(self._step, inputs=self._state, outputs=self._state)
+        done, began, saved = self.progress.seconds, time.monotonic(), time.monotonic()
+        while self.progress.seconds < self._seconds and self.progress.stale < PATIENCE:
+            batch = self._batch(self.progress.steps)
+            part = self.progress.seconds / self._seconds
+            cosine = LEAST + (1 - LEAST) * 0.5 * (1 + math.cos(math.pi * part))
+            self._optimizer.learning_rate = mx.array(self._rate * min(1.0, (self.progress.steps + 1) / WARM) * cosine)
+            value = step(batch)
+            mx.eval(value, self._state)
+            p = self.progress
+            p.loss = value.item() if not p.steps else 0.98 * p.loss + 0.02 * value.item()
+            p.steps, p.seconds = p.steps + 1, done + time.monotonic() - began
+            self._step_done(p)
+            if time.monotonic() - saved > self._every or p.seconds >= self._seconds:
+                self._judge()
+                saved = time.monotonic()
+                p.seconds = done + saved - began
+                self._save("last")
+        self._load("best")
+        return self.progress
+
+    def _step(self, batch: dict[str, mx.array]) -> mx.array:
+        def measured(batch: dict[str, mx.array]) -> mx.array:
+            return loss(self.net, batch, self._table, self._head, self._first, DEPTH)
+
+        value, gradients = nn.value_and_grad(self.net, measured)(batch)
+        gradients, _ = optim.clip_grad_norm(gradients, 1.0)
+        self._optimizer.update(self.net, gradients)
+        made: mx.array = value
+        return made
+
+    def _batch(self, step: int) -> dict[str, mx.array]:
+        """Returns the texts of a step: whole files in turn, each in an order drawn anew in each round."""
+        shard, rows = self._shard_of(step)
+        loaded = self._loaded(shard)
+        return self._prepared({key: a[mx.array(rows)] for key, a in loaded.items()})
+
+    def _shard_of(self, step: int) -> tuple[int, np.ndarray[Any, Any]]:
+        texts = self._loaded(0)["tokens"].shape[0]
+        each = max(1, (texts - math.ceil(texts / HELD_OUT)) // self._rows)
+        turn, place = divmod(step, each)
+        round_, nth = divmod(turn, self._shards.count)
+        order = np.random.default_rng([self._seed, round_]).permutation(self._shards.count)
+        shard = int(order[nth])
+        rows = np.random.default_rng([self._seed, round_, shard]).permutation(np.flatnonzero(~_held(texts)))
+        return shard, rows[place * self._rows : (place + 1) * self._rows]
+
+    def _loaded(self, shard: int) -> dict[str, mx.array]:
+        if getattr(self, "_now", (None,))[0] != shard:
+            self._now: tuple[int, dict[str, mx.array]] = shard, self._shards.load(shard)
+        return self._now[1]
+
+    def _prepared(self, part: dict[str, mx.array]) -> dict[str, mx.array]:
+        tokens = part["tokens"]
+        ended = mx.zeros(tokens.shape, mx.bool_)
+        for end in self._ends:
+            ended = ended | (tokens == end)
+        # A text counts up to its first end of text, from the prompt's end on.
+        after = mx.cumsum(ended[:, self._first + 2 :].astype(mx.int32), axis=1) - ended[:, self._first + 2 :]
+        counts = mx.concatenate([mx.zeros((tokens.shape[0], self._first + 2)), (after == 0).astype(mx.float32)], axis=1)
+        return {"tokens": tokens, "states": part["states"].astype(mx.float32), "counts": counts}
+
+    def _judge(self) -> None:
+        p = self.progress
+        found = self.tokens_a_pass()
+        now = {"seconds": round(p.seconds, 1), "steps": p.steps, "loss": round(p.loss, 4), "tokens_a_pass": found}
+        p.history.append(now)
+        p.stale += 1
+        if found > p.best:
+            p.best, p.stale = found, 0
+            self._save("best")
+        self._report(p, now)
+
+    def tokens_a_pass(self) -> float:
+        """Returns how many tokens a verifying pass gives on held-out texts, counted as when drafting: after each pass
+        the next begins with the first token that was not guessed."""
+        passes = made = 0
+        for shard in range(self._shards.count):
+            loaded = self._shards.load(shard)
+            held = np.flatnonzero(_held(loaded["tokens"].shape[0]))
+            for at in range(0, len(held), 8):
+                batch = self._prepared({key: a[mx.array(held[at : at + 8])] for key, a in loaded.items()})
+                right = np.array(accepted(self.net, batch, self._table, self._head, self._first, TRIED))
+                last = np.array(batch["counts"].sum(axis=1)).astype(int)
+                for row, places in zip(right, last, strict=True):
+                    place = 0
+                    while place < places:
+                        place += int(row[place]) + 1
+                        passes += 1
+                    made += min(place, int(places))
+            if passes > 2000:
+                break
+        return round(made / max(1, passes), 4)
+
+    def _save(self, name: str) -> None:
+        arrays = dict(tree_flatten(self.net.parameters(), prefix=".net"))
+        if name == "last":
+            arrays |= dict(tree_flatten(self._optimizer.state, prefix=".optimizer"))
+        meta = {"progress": json.dumps(self.progress.__dict__)}
+        partial_file = self._folder / f"{name}.partial.safetensors"
+        mx.save_safetensors(str(partial_file), {key: a for key, a in arrays.items() if isinstance(a, mx.array)}, meta)
+        self.written += partial_file.stat().st_size
+        partial_file.replace(self._folder / f"{name}.safetensors")
+
+    def _load(self, name: str) -> dict[str, str] | None:
+        file = self._folder / f"{name}.safetensors"
+        if not file.exists():
+            return None
+        loaded: Any = mx.load(str(file), return_metadata=True)
+        arrays, meta = loaded
+        net = {key.removeprefix("net."): a for key, a in arrays.items() if key.startswith("net.")}
+        self.net.load_weights(list(net.items()))
+        kept = [(key.removeprefix("optimizer."), a) for key, a in arrays.items() if key.startswith("optimizer.")]
+        if kept:
+            self._optimizer.state = tree_unflatten(kept)
+            self._state[1] = self._optimizer.state
+        mx.eval(self.net.parameters(), self._optimizer.state)
+        return meta  # type: ignore[no-any-return]
+
+    def _resume(self) -> None:
+        meta = self._load("last")
+        if meta is not None:
+            self.progress = Progress(**json.loads(meta["progress"]))
+
+
+def _held(texts: int) -> np.ndarray[Any, Any]:
+    """Returns bool (texts,): which are held out, at least one."""
+    return np.arange(texts) % HELD_OUT == 0
