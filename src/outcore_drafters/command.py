@@ -119,6 +119,7 @@ class Job:
     def _load(self) -> Any:
         """Loads the model with room for as many texts in a pass as the memory allows."""
         options = loading_options(self._args) | {"draft": NONE, "context": PROMPT + self._args.max_tokens}
+        options["govern"] = False  # tapped layers stay streamed, or resident
         for self._together in TOGETHER:
             try:
                 model, _ = outcore.load_model(str(self._folder), **options, batch=self._together)

@@ -16,7 +16,7 @@ from outcore.modules.hooks import arrays_in, handle
 def _nothing() -> None: ...
 
 
-class _Tapped:
+class Tapped:
     """Base class before a layer's own class; shows the outputs of its calls to ``_outcore_tap``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ class LayerTaps:
         for n, layer in enumerate(layers):
             cls = type(layer)
             names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-            layer.__class__ = type(cls.__name__, (_Tapped, cls), names)
+            layer.__class__ = type(cls.__name__, (Tapped, cls), names)
             layer.__dict__["_outcore_tap"] = self._tap(n)
 
     def _tap(self, n: int) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 
 from outcore.checks import choice
 from outcore.cli.commands import GET, HUB, KEEP, LOG_LEVELS, LOOK, Command, Flag, commands, flag, parser_of, switch
-from outcore.cli.flags import FLAGS as SHARED, PLANNED, QUANTIZED
+from outcore.cli.flags import FLAGS as SHARED
+from outcore.cli.flags import PLANNED, QUANTIZED
 from outcore.options import LoadOptions
 
 ELSEWHERE = {

@@ -16,7 +16,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from outcore.modules.hooks import handles, swap
+from outcore.modules.hooks import arrays_in, handle, handles
+
+from ..tap import Tapped
 
 # Tokens of a prompt that are computed at once; few, since a recurrent layer's graph holds a state for each token.
 CHUNK = 32
@@ -24,22 +26,19 @@ CHUNK = 32
 
 @contextmanager
 def tapped(layers: Sequence[nn.Module], which: Sequence[int]) -> Iterator[list[mx.array]]:
-    """Records the outputs of some layers, (texts, tokens, hidden), in the order in which they are computed."""
+    """Records the outputs of some layers, (texts, tokens, hidden), in the order in which they are computed. No layer
+    may change between streamed and resident meanwhile."""
     heard: list[mx.array] = []
-    classes = [layers[i].__class__ for i in which]
-
-    def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
-        heard.append(made[0] if isinstance(made, tuple) else made)
-        return made
-
-    for i in which:
-        swap(layers[i], "Tapped", call)
+    chosen = [(layers[i], type(layers[i])) for i in which]
+    for layer, kind in chosen:
+        layer.__class__ = type(kind.__name__, (Tapped, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+        layer.__dict__["_outcore_tap"] = lambda out: heard.append(handle(arrays_in(out)[0]))
     try:
         yield heard
     finally:
-        for i, kind in zip(which, classes, strict=True):
-            layers[i].__class__ = kind
+        for layer, kind in chosen:
+            layer.__class__ = kind
+            del layer.__dict__["_outcore_tap"]
 
 
 def continue_texts(
@@ -112,4 +111,5 @@ class Shards:
 
     def load(self, n: int) -> dict[str, mx.array]:
         loaded: Any = mx.load(str(self.path(n)))
-        return loaded  # type: ignore[no-any-return]
+        made: dict[str, mx.array] = loaded
+        return made

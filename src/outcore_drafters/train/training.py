@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -94,7 +94,8 @@ class Trainer:
             value = step(batch)
             mx.eval(value, self._state)
             p = self.progress
-            p.loss = value.item() if not p.steps else 0.98 * p.loss + 0.02 * value.item()
+            now = float(cast(float, value.item()))
+            p.loss = now if not p.steps else 0.98 * p.loss + 0.02 * now
             p.steps, p.seconds = p.steps + 1, done + time.monotonic() - began
             self._step_done(p)
             if time.monotonic() - saved > self._every or p.seconds >= self._seconds:
@@ -201,7 +202,8 @@ class Trainer:
             self._optimizer.state = tree_unflatten(kept)
             self._state[1] = self._optimizer.state
         mx.eval(self.net.parameters(), self._optimizer.state)
-        return meta  # type: ignore[no-any-return]
+        found: dict[str, str] = meta
+        return found
 
     def _resume(self) -> None:
         meta = self._load("last")

@@ -1,0 +1,255 @@
+"""``outcore draft train``: states are collected, a drafter is trained and resumed, and it drafts what was trained."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+import outcore
+import zoo
+from combined_models import save_tokenizer
+from outcore.cli.main import main
+from outcore_drafters import command
+from outcore_drafters.config import kind_of, open_drafter
+from outcore_drafters.drafter import DraftedModel
+from outcore_drafters.train import collect, drafter_files, training
+from outcore_drafters.train.network import Network, Shape, accepted
+from stand_ins import TokensOnly
+
+SHAPE = Shape(hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=32, vocabulary=40, tapped=(0, 1, 2))
+FIRST, LENGTH = 3, 16
+
+
+class Shared:
+    """The model's embeddings and output head."""
+
+    def __init__(self, table: mx.array, head: mx.array) -> None:
+        self._table, self._head = table, head
+
+    def embedded(self, ids: mx.array) -> mx.array:
+        return self._table[ids][None]
+
+    def logits(self, states: mx.array) -> mx.array:
+        return states @ self._head.T
+
+
+@pytest.fixture
+def parts() -> tuple[mx.array, mx.array]:
+    mx.random.seed(3)
+    table, head = (0.3 * mx.random.normal((SHAPE.vocabulary, SHAPE.hidden)) for _ in range(2))
+    return table, head
+
+
+def counting(texts: int, folder: Path, files: int = 1) -> collect.Shards:
+    """Texts in which each token is the one before it plus 7: a drafter can learn them without any states."""
+    shards = collect.Shards(folder, files)
+    for n in range(files):
+        tokens = (np.arange(texts)[:, None] * 3 + n + np.arange(LENGTH)[None] * 7) % SHAPE.vocabulary
+        states = np.random.default_rng(n).standard_normal((texts, LENGTH - 1, 3 * SHAPE.hidden))
+        shards.save(n, {"tokens": mx.array(tokens.astype(np.int32)), "states": mx.array(states.astype(np.float16))})
+    return shards
+
+
+def test_a_saved_drafter_drafts_what_the_trained_network_does(parts: tuple[mx.array, mx.array], tmp_path: Path) -> None:
+    """For every place of a text: the guesses in training are those with a cache, over several rounds of drafting."""
+    net = Network(SHAPE, mx.ones(SHAPE.hidden))
+    net.update({"layers": [{"self_attn": {"o_proj": {"weight": mx.random.normal((SHAPE.hidden, 32))}}}]})
+    net.set_dtype(mx.bfloat16)  # as it is stored
+    net.set_dtype(mx.float32)
+    drafter_files.save(tmp_path, net, drafter_files.config_of(SHAPE, "llama", 4, 64, 3), "card")
+    config = json.loads((tmp_path / "config.json").read_text())
+    model = DraftedModel(SHAPE.hidden, SHAPE.vocabulary, 4, "llama")
+    drafter = open_drafter(tmp_path, config, kind_of(tmp_path, config), model, None, lambda *_: mx.float32)
+    tokens = mx.random.randint(0, SHAPE.vocabulary, (1, LENGTH)).astype(mx.int32)
+    states = mx.random.normal((1, LENGTH - 1, 3 * SHAPE.hidden))
+
+    made = net.guesses(tokens, states, *parts, FIRST, 3, own=True)
+
+    text, done = drafter.text(Shared(*parts)), 0
+    for place in range(FIRST, LENGTH - 1):
+        text.begin(states[:, done : place + 1], tokens[0, done + 1 : place + 2])
+        done, drafted = place + 1, list[int]()
+        for n in range(3):
+            logits = text.logits(drafted)
+            assert logits is not None
+            expected = (made[n] @ parts[1].T)[0, place - FIRST]
+            assert mx.allclose(logits, expected, rtol=1e-4, atol=1e-4).item(), (place, n)
+            drafted.append(int(mx.argmax(logits).item()))
+        text.cut()
+
+
+def test_accepted_guesses_are_counted_up_to_the_first_wrong_one(parts: tuple[mx.array, mx.array]) -> None:
+    net = Network(SHAPE, mx.ones(SHAPE.hidden))
+    batch = {"tokens": mx.zeros((1, 8), mx.int32), "states": mx.zeros((1, 7, 3 * SHAPE.hidden))}
+    always = mx.zeros((SHAPE.vocabulary, SHAPE.hidden))  # every guess is token 0
+    assert accepted(net, batch, parts[0], always, 2, 3)[0].tolist() == [3, 3, 2, 1, 0]
+    batch["tokens"] = mx.array([[0, 0, 0, 0, 0, 5, 0, 0]])
+    assert accepted(net, batch, parts[0], always, 2, 3)[0].tolist() == [1, 0, 2, 1, 0]
+
+
+class Killed(BaseException):
+    """Stands for a kill."""
+
+
+def trainer(parts: tuple[mx.array, mx.array], shards: collect.Shards, folder: Path, **more: Any) -> training.Trainer:
+    folder.mkdir(exist_ok=True)
+    net = Network(SHAPE, mx.ones(SHAPE.hidden))
+    settings: dict[str, Any] = {"first": FIRST, "ends": [], "rows": 8, "seconds": 30.0, "seed": 1, "rate": 3e-3}
+    return training.Trainer(net, *parts, shards, folder=folder, **settings | more)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A clock on which each look takes a tenth of a second."""
+    now = itertools.count()
+    monkeypatch.setattr(training.time, "monotonic", lambda: next(now) / 10)
+    yield
+
+
+@pytest.mark.usefixtures("clock")
+def test_training_learns_and_goes_on_after_a_kill(
+    parts: tuple[mx.array, mx.array], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "DEPTH", 2)
+    monkeypatch.setattr(training, "TRIED", 3)
+    shards = counting(40, tmp_path / "states", files=2)
+    judged = list[dict[str, float]]()
+
+    def dies(progress: training.Progress) -> None:
+        if progress.steps == 40:
+            raise Killed
+
+    first = trainer(parts, shards, tmp_path / "work", every=3.0, rate=1e-2, step_done=dies)
+    before = first.tokens_a_pass()
+    with pytest.raises(Killed):
+        first.run()
+    again = trainer(parts, shards, tmp_path / "work", every=3.0, rate=1e-2, report=lambda _, now: judged.append(now))
+    progress = again.run()
+
+    assert judged[0]["steps"] > 20 and progress.steps > 40  # not from the start
+    assert judged[-1]["loss"] < judged[0]["loss"] < 5
+    assert before < 1.5 < progress.best == again.tokens_a_pass()
+
+
+@pytest.mark.usefixtures("clock")
+def test_training_ends_when_held_out_texts_gain_nothing(parts: tuple[mx.array, mx.array], tmp_path: Path) -> None:
+    shards = counting(20, tmp_path / "states")
+    progress = trainer(parts, shards, tmp_path / "work", seconds=1e9, every=0.5, rate=0.0).run()
+    assert len(progress.history) == 1 + training.PATIENCE
+
+
+def test_tokens_after_the_end_of_a_text_do_not_count(parts: tuple[mx.array, mx.array], tmp_path: Path) -> None:
+    made = trainer(parts, counting(20, tmp_path / "states"), tmp_path / "work", ends=[9])
+    tokens = mx.array([[9, 1, 1, 9, 1, 1, 9, 1]])
+    counts = made._prepared({"tokens": tokens, "states": mx.zeros((1, 7, 1))})["counts"]
+    assert counts.tolist() == [[0, 0, 0, 0, 0, 1, 1, 0]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = zoo.save_checkpoint("llama", tmp_path_factory.mktemp("draft") / "model")
+    save_tokenizer(folder)
+    return folder
+
+
+def test_collected_texts_are_the_models_own(model: Path) -> None:
+    theirs, _ = mlx_lm.utils.load_model(model)
+    prompts = np.array([[3, 4, 5, 6], [9, 8, 7, 6]], np.int32)
+    ours, _ = outcore.load_model(str(model), memory="1GB", resident=1, draft="none", context=32, batch=2, govern=False)
+    with ours.outcore:
+        made = collect.continue_texts(ours, ours.model.layers, (0, 2), prompts, 4, lambda a: mx.argmax(a, axis=-1))
+        assert not any(type(layer).__name__.startswith("Tapped") for layer in ours.model.layers)
+    for row, prompt in zip(made["tokens"].tolist(), prompts.tolist(), strict=True):
+        text = list(prompt)
+        for _ in range(4):
+            text.append(int(mx.argmax(theirs(mx.array([text]))[0, -1]).item()))
+        assert row == text
+    hidden, cache = theirs.model.embed_tokens(made["tokens"][:1, :-1]), make_prompt_cache(theirs)[0]
+    each = [theirs.model.layers[0](hidden[:, n : n + 1], None, cache) for n in range(hidden.shape[1])]
+    first = mx.concatenate(each, axis=1)[0]
+    kept = made["states"][0, :, : hidden.shape[-1]]
+    assert mx.allclose(kept.astype(mx.float32), first.astype(mx.float32), rtol=1e-2, atol=1e-2).item()
+    assert made["states"].shape == (2, 7, 2 * hidden.shape[-1])
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Short texts and few guesses; the words of a command line, without what ends it."""
+    for name, value in (("PROMPT", 6), ("DEPTH", 2), ("ROWS", 4)):
+        monkeypatch.setattr(command, name, value)
+    for name, value in (("DEPTH", 2), ("TRIED", 3)):
+        monkeypatch.setattr(training, name, value)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text(" ".join(f"w{n % 50}" for n in range(400)))
+    (tmp_path / "text" / "image.png").write_bytes(b"\x89PNG\0\0")
+    words = ["--input", str(tmp_path / "text"), "--output", str(tmp_path / "out"), "--max-tokens", "4", "--disk", "9MB"]
+    return ["draft", "train", *words, "--memory", "1GB", "--minutes", "0.02", "--share", "0.9", "--quiet"]
+
+
+def test_the_command_trains_a_drafter_that_drafts(
+    model: Path, small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*small, "--model", str(model), "--json"]) == 0, capsys.readouterr().err
+    record = json.loads(capsys.readouterr().out)
+    assert record["bytes"] > 1000 and record["history"] and record["folder"] == str(tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert str(tmp_path / "text") in card and "licences" in card
+    options: dict[str, Any] = {"memory": "1GB", "resident": 1, "context": 32, "govern": False}
+    drafted, _ = outcore.load_model(str(model), draft=str(tmp_path / "out"), **options)
+    plain, _ = outcore.load_model(str(model), draft="none", **options)
+    with drafted.outcore, plain.outcore:
+        texts = [
+            [r.token for r in outcore.stream_generate(m, TokensOnly(), [3, 4, 5, 6], max_tokens=8)]
+            for m in (drafted, plain)
+        ]
+        assert texts[0] == texts[1]
+    assert main([*small, "--model", str(model)]) == 0  # it is there already
+
+
+def test_an_interrupted_training_goes_on_and_other_settings_are_refused(
+    model: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Trainer, "run", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main([*small, "--model", str(model)]) == 130
+    begun = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out" / "training" / "states").iterdir()}
+    assert begun
+    capsys.readouterr()
+    assert main([*small, "--model", str(model), "--temp", "0.5"]) == 2
+    assert "begun with other settings" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(collect, "continue_texts", None)  # nothing is collected again
+        assert main([*small, "--model", str(model)]) == 0
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--disk", "10kB"], "give at least"),
+        (["--share", "0.0001"], "the smallest drafter for this model takes"),
+        (["--input", "nowhere"], "no such file or folder"),
+        (["--memory", "1MB"], "too small for this model"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    words: list[str], said: str, model: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*small, "--model", str(model), *words]) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+def test_only_parameters_of_the_published_form_are_saved(tmp_path: Path) -> None:
+    net = Network(SHAPE, mx.ones(SHAPE.hidden))
+    assert sum(a.size for _, a in tree_flatten(net.parameters())) == SHAPE.parameters
