@@ -223,7 +223,7 @@ def completion(args: argparse.Namespace) -> None:
     for name, command in commands().items():
         own = parser_of(name, everything=True)
         for action in own._actions:
-            if words.get(action.dest) and "," not in str(action.default):
+            if words.get(action.dest) and not action.choices and "," not in str(action.default):
                 action.choices = words[action.dest]
             elif action.type is Path or action.metavar == "FILE":
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
