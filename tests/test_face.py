@@ -182,12 +182,17 @@ def test_a_shell_completes_commands_flags_and_their_words(capsys: pytest.Capture
 @pytest.mark.parametrize("command", TAKES_MODEL)
 def test_every_command_takes_the_model_with_and_without_its_flag(command: str) -> None:
     parser = parser_of(command)
-    needed = {"batch": ["-i", "a", "-o", "b"], "cache-prompt": ["-p", "a", "--prompt-cache-file", "b"]}.get(command, [])
+    needed = {
+        "batch": ["-i", "a", "-o", "b"],
+        "cache-prompt": ["-p", "a", "--prompt-cache-file", "b"],
+        "draft": ["train", "-o", "b", "-i", "a", "--minutes", "1"],  # what it does comes before the model
+    }.get(command, [])
     for given in (["m"], ["--model", "m"], ["--model=m", "m"]):
-        assert parser.parse_args([*given, *needed]).model == "m"
+        if command != "draft":
+            assert parser.parse_args([*given, *needed]).model == "m"
         assert parser.parse_args([*needed, *given]).model == "m"
     with pytest.raises(UsageError, match="m and --model n: give only one model"):
-        parser.parse_args(["m", *needed, "--model", "n"])
+        parser.parse_args([*needed, "m", "--model", "n"])
 
 
 # Streams
