@@ -58,7 +58,7 @@ class ModelRunner:
     ) -> None:
         self._model, self._session, self._kv = model, session, kv
         self.cache, self.owned, self.hidden = cache, owned, hidden
-        self._may_block = self._blocked = in_blocks  # ``_blocked``: the last verifying passes were so
+        self._may_block = in_blocks
         self.in_cache, self.prompt_s, self.snapshots = in_cache, 0.0, 0
         self.pending: list[int] = []
         self._undo: Undo | None = None  # where the model is all in memory
@@ -195,8 +195,8 @@ class ModelRunner:
         n, total, before = self._committed, len(self.fed), self.in_cache
         asked = [len(drafted) * snapshot_bytes(self.cache) <= self.snapshots, self.in_blocks]
         # All ranks must compute the same passes, and restore the same snapshot, to compute the same tokens again.
-        each, self._blocked = map(bool, self._session.transport.leasts(asked) if total > 1 else asked)
-        if not self._blocked or self._will_quantize(total):
+        each, blocked = map(bool, self._session.transport.leasts(asked) if total > 1 else asked)
+        if not blocked or self._will_quantize(total):
             ends = list(range(1, total + 1))
         else:
             ends = [total] if self._anywhere or not drafted else [n, total]
@@ -229,7 +229,7 @@ class ModelRunner:
         if end == len(self.fed):
             self._kept = []
             return
-        if self._blocked and self._anywhere:
+        if not self._kept:  # one pass, and caches that can be trimmed to any number of tokens
             for c in flat(self.cache):
                 c.trim(len(self.fed) - end)
             return
