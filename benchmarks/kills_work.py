@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.utils
 
 import _support  # noqa: F401
 import zoo
 from outcore.cli.main import main
 from outcore_calibrate import disk_rate as unread
+from outcore_convert import convert as conversion
 
 # All that the commands import, before anything is forked.
-for _name in ("outcore_packs.command", "outcore.cli.generate", "outcore_batch.command", "outcore_calibrate.command"):
-    importlib.import_module(_name)
+for _name in ("outcore_packs", "outcore.cli.generate", "outcore_batch", "outcore_calibrate", "outcore_convert"):
+    importlib.import_module(_name if "." in _name else f"{_name}.command")
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "_norm.weight")
 REQUESTS = 12
@@ -90,6 +92,15 @@ def _generate(models: Path, room: Path, *more: str) -> None:
     command("generate", room, *arguments, "--prompt", "def f(x):", "--verbose", "F", "--json")
 
 
+def _convert(models: Path, room: Path) -> None:
+    """In files of a few tensors; what is done is counted after each job."""
+    conversion.SYNC_S = 0.0
+    vars(mlx_lm.utils)["make_shards"] = lambda weights: [
+        {name: weights[name] for name in list(weights)[i : i + 20]} for i in range(0, len(weights), 20)
+    ]
+    command("convert", room, str(models / "model"), "-q", "--memory", "1GB", "--output", str(room / "cache" / "made"))
+
+
 def _said(said: str, room: Path) -> Any:
     return json.loads(said.splitlines()[-1])["tokens"]
 
@@ -122,6 +133,7 @@ KINDS = {
         Kind("overlay", 0.25, lambda models, room: _generate(models, room, "--draft", "none"), _said),
         Kind("draft", 0.2, lambda models, room: _generate(models, room, "--draft", "self:4"), _said),
         Kind("batch", 0.15, _batch, _answers),
+        Kind("convert", 0.1, _convert, lambda said, room: None),
         Kind("calibrate", 0.05, _calibrate, _known),
     )
 }

@@ -111,13 +111,13 @@ STOP: list[str | Flag] = [
 
 _ANSWERS = "outcore chat MODEL talks with a model, outcore generate MODEL -p PROMPT answers once"
 _REMOVES = "hf cache rm model/OWNER/NAME removes a model from the Hub's cache, outcore cache rm what Outcore made of it"
-_CONVERTS = "models of the Hub are read as they are; mlx_lm.convert makes and quantizes others"
+_CONVERTS = "models of the Hub are read as they are; outcore convert -q MODEL quantizes one"
 
 # Commands of Ollama, LM Studio, mlx-lm and the Hub.
 INSTEAD = {
     **dict.fromkeys(("run", "ask"), _ANSWERS),
     **dict.fromkeys(("rm", "remove", "delete"), _REMOVES),
-    **dict.fromkeys(("convert", "quantize"), _CONVERTS),
+    "quantize": _CONVERTS,
     **dict.fromkeys(("download", "get"), "outcore pull MODEL downloads a model"),
     **dict.fromkeys(("show", "inspect"), "outcore info MODEL shows a model's layers and sizes"),
     **dict.fromkeys(("ls", "models"), "outcore list lists the models"),

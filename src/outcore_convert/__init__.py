@@ -1,0 +1,1 @@
+"""Conversion of models as ``mlx_lm.convert`` does it, in bounded memory."""
