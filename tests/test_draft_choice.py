@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,11 @@ from outcore.cli.main import main
 from outcore.decode import preparation
 from outcore.decode.preparation import prepare
 from outcore.decode.speculative import choices
+from outcore.decode.speculative.acceptance import AcceptanceStats
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
+from outcore.decode.text_drafts import TextDrafts
 from outcore.disk.disk_calls import DiskCalls
+from outcore.disk.metrics import Metrics
 from outcore.errors import StoreSpaceError
 from outcore.machine.hardware import cores
 from outcore.plan.joint_plan import MOST, NGRAM, REPEATED, Choice, Draft, Planned, Planning, expected, fastest
@@ -267,3 +272,53 @@ def test_memory_that_is_left_reads_ahead_while_a_model_drafts() -> None:
     assert plan(copy, least).slots <= 3 and plan(copy, least).peak_bytes <= least
     for draft in (None, Draft(NGRAM, NGRAM)):
         assert plan(draft, much).slots <= 3
+
+
+@pytest.mark.parametrize("chosen", ["ngram", "self:2"])
+def test_memory_of_a_draft_that_does_not_pay_goes_to_layers_in_mid_text(
+    chosen: str, folder: Path, slow: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"context": 96, "prompt": 16}
+    if chosen == "ngram":
+        monkeypatch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | {"num_hidden_layers": 12, "vocab_size": 2048})
+        folder = zoo.save_checkpoint("qwen3", tmp_path / "model")
+        memory = budget_for(folder, "none", 0.5, **options)
+    else:
+        options["resident"] = 0
+        memory = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest + 50_000
+
+    def answer(draft: str) -> list[int]:
+        model, _ = outcore.load_model(folder, memory=memory, draft=draft, govern=False, **options)
+        with model.outcore as session:
+            found.append((session.drafting and session.drafting.name, len(session.plan.resident), session))
+            return [r.token for r in outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6], max_tokens=32)]
+
+    found: list[tuple[str | None, int, Any]] = []
+    expected = answer("none")
+    asked = iter([True])
+    monkeypatch.setattr(TextDrafts, "_is_worth_less_than_layers", lambda self: next(asked, False))
+    assert answer("auto") == expected
+    name, before, session = found[-1]
+    assert name == chosen and session.drafting.name == NGRAM
+    assert session.size.drafted == 0 and "layers have its memory" in " ".join(session.notes)
+    assert len(session.plan.resident) >= before and session.plan.peak_bytes <= memory
+
+
+def test_a_draft_pays_or_not_by_what_the_latest_passes_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of 1 s, 0.9 s of which wait for the disk; without a draft it would read half as much."""
+    learnt = AcceptanceStats()
+    for _ in range(2):
+        learnt.swept(None, 1, 1.0)
+    metrics = Metrics(sweeps=10, bytes_read=1000, read_s=10.0, stall_s=9.0)
+    plans = [SimpleNamespace(bytes_per_token=n, pools=(), kv_slot=0, streams=True) for n in (100, 50)]
+    residency = SimpleNamespace(layers=SimpleNamespace(without_draft=lambda: plans[1], adapts=True))
+    drafts = object.__new__(TextDrafts)
+    drafts._session = SimpleNamespace(  # type: ignore[assignment]
+        metrics=metrics, plan=plans[0], residency=residency, size=SimpleNamespace(drafted=8)
+    )
+    drafts.control = DraftLengthPolicy(acceptance=learnt)
+    for tokens, wasted in ((1.2, True), (3.0, False)):
+        learnt.lately = tokens, 1.0
+        assert drafts._is_worth_less_than_layers() == wasted
+    learnt.lately, metrics.stall_s = (1.2, 1.0), 0.1  # computing is the limit: layers would save nothing
+    assert not drafts._is_worth_less_than_layers()

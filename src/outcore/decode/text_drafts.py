@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from typing import cast
 
@@ -9,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.session import Session
+from ..errors import BudgetError
 from ..plan.joint_plan import MOST
 from .model_runner import ModelRunner
 from .passes import HiddenKeeper
@@ -19,6 +21,10 @@ from .speculative.draft_length import DraftLengthPolicy
 from .speculative.drafting import Drafting
 from .speculative.proposers import Guess, Proposer
 from .speculative.sources import for_models
+
+# Passes after which a draft's memory is weighed against layers, each time; layers get it if they save as much of the
+# time.
+SETTLED, LESS = 12, 0.95
 
 
 class TextDrafts:
@@ -67,9 +73,28 @@ class TextDrafts:
     def guesses(self, text: list[int], most: int) -> list[Guess]:
         """Returns guesses of the next tokens: as many as pay, at most ``most``, up to an end-of-text token."""
         assert self.control is not None and self.source is not None
+        if self.control.acceptance.sweeps % SETTLED == SETTLED - 1 and self._is_worth_less_than_layers():
+            self._session.residency.layers.give_back()
+            most = min(most, self._session.size.drafted)
         found = self.control.draft(self.source, [*self._history, *text], most)
         end = next((i + 1 for i, g in enumerate(found) if g.token in self._ends), len(found))
         return found[:end]
+
+    def _is_worth_less_than_layers(self) -> bool:
+        """Whether, by what the latest passes took, the draft's memory is worth more to layers: a pass without a draft
+        waits for the disk as much less as it reads less."""
+        control, session, metrics = self.control, self._session, self._session.metrics
+        layers, plan, reading = session.residency.layers, session.plan, metrics.reading()[1]
+        if control is None or control.acceptance.plain.seen < 2 or control.shared.tokens or not metrics.bytes_read:
+            return False
+        if not (layers.adapts and plan.streams and session.size.drafted) or plan.pools or plan.kv_slot:
+            return False
+        tokens, seconds = control.acceptance.lately
+        with contextlib.suppress(BudgetError):
+            less = plan.bytes_per_token - layers.without_draft().bytes_per_token
+            saved = min(less * reading / metrics.bytes_read, metrics.stall_s / metrics.sweeps)
+            return less > (1 - LESS) * plan.bytes_per_token and control.plain_s - saved < LESS * seconds / tokens
+        return False
 
     def _fits_expert_cache(self, runner: ModelRunner) -> bool:
         """Whether drafts can pay if experts are read one by one. Limits ``self.most`` to what expert caches take in one

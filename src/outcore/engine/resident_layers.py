@@ -98,6 +98,7 @@ class ResidentLayers:
     Attributes:
         room: returns how many more bytes may be taken now; None: only the budget limits them.
         given_up: the draft that was given up, and whether the head was streamed then.
+        adapts: whether layers may get a draft's memory where it does not pay: nobody asked for that draft.
         shed_layers: numbers of the layers that were resident and are streamed for now.
     """
 
@@ -109,6 +110,7 @@ class ResidentLayers:
         self.room: Callable[[], int] | None = None
         self.draft: DroppableDraft | None = None
         self.given_up: tuple[DroppableDraft, bool] | None = None
+        self.adapts = False
         self._wide: tuple[int, int] | None = None  # number and bytes of the slots before they were made smaller
 
     @property
@@ -318,6 +320,27 @@ class ResidentLayers:
         self.shed_layers = {i for i, part in enumerate(profile.parts) if part.unit is not None}
         self.session.stream(smaller)
         return before.peak_bytes - smaller.peak_bytes
+
+    def without_draft(self, resident: int | None = None) -> Plan:
+        """Returns a plan in which layers have the draft's memory."""
+        session, plan, draft = self.session, self.session.plan, self.draft
+        size = session.size if draft is None else draft.profile_without(session.profile, plan.head_streamed).size
+        how: dict[str, Any] = {"resident": resident, "prefill_step": plan.prefill_step}
+        how["slots"] = plan.slots if draft is None else None  # without a draft model, none read ahead
+        return another(session, replace(size, drafted=0), plan.budget_bytes, undrafted=True, **how)
+
+    def give_back(self) -> None:
+        """Gives up the draft, or n-grams' room, so that layers come back with the next pass."""
+        session, self.adapts = self.session, False
+        if self.draft is not None:
+            self.give_up_draft()
+        else:
+            smaller = self.without_draft(resident=0)
+            session.resize(replace(session.size, drafted=0))
+            self.shed_layers = {i for i, part in enumerate(session.profile.parts) if part.unit is not None}
+            session.stream(smaller)
+        self.regrow(len(self.shed_layers))
+        session.note("the draft did not pay: layers have its memory")
 
 
 def another(

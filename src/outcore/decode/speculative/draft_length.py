@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...plan.joint_plan import MOST
-from .acceptance import AcceptanceStats, Seconds
+from .acceptance import FADE, AcceptanceStats, Seconds
 from .proposers import Guess, Proposer
 
 # The most guesses for the first pass with a draft.
@@ -152,6 +152,8 @@ class DraftLengthPolicy:
             for guessed, key in ((guess.token, guess.key), *guess.others):
                 learnt.judged(key, guessed == token)
         learnt.sweeps, learnt.made = learnt.sweeps + 1, learnt.made + max(1, len(text))
+        tokens, took = learnt.lately
+        learnt.lately = tokens * FADE + max(1, len(text)), took * FADE + seconds + self.spent
         self._alike_s = seconds + (self._alike_s if bool(guesses) == self._drafted else 0.0)
         self._drafted = bool(guesses)
         self.spent, self.source = 0.0, None
