@@ -185,14 +185,15 @@ def test_every_command_takes_the_model_with_and_without_its_flag(command: str) -
     needed = {
         "batch": ["-i", "a", "-o", "b"],
         "cache-prompt": ["-p", "a", "--prompt-cache-file", "b"],
-        "draft": ["train", "-o", "b", "-i", "a", "--minutes", "1"],  # what it does comes before the model
+        "draft": ["-o", "b", "-i", "a"],
     }.get(command, [])
-    for given in (["m"], ["--model", "m"], ["--model=m", "m"]):
-        if command != "draft":
-            assert parser.parse_args([*given, *needed]).model == "m"
-        assert parser.parse_args([*needed, *given]).model == "m"
+    first = ["train"] if command == "draft" else []
+    for given in (["m"], ["--model", "m"], *([] if first else [["--model=m", "m"]])):
+        assert parser.parse_args([*first, *given, *needed]).model == "m"
+        if not first:
+            assert parser.parse_args([*needed, *given]).model == "m"
     with pytest.raises(UsageError, match="m and --model n: give only one model"):
-        parser.parse_args([*needed, "m", "--model", "n"])
+        parser.parse_args([*first, "m", *needed, "--model", "n"])
 
 
 # Streams

@@ -41,8 +41,9 @@ BITS = 4.5
 # Texts in a training step, at most.
 ROWS = 32
 
-# Texts that share a pass of the model: the first of these for which there is memory.
-TOGETHER = (256, 128, 64, 32, 16, 8, 4, 2, 1)
+# Texts that share a pass of the model: the first of these for which there is memory. (MLX 0.32.4 on CUDA refuses some
+# kernels of 256 texts of a recurrent model: cudaGraphAddKernelNode, invalid argument.)
+TOGETHER = (64, 32, 16, 8, 4, 2, 1)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -166,7 +167,7 @@ class Job:
         free = shutil.disk_usage(self._work).free
         if limit > free:
             raise UsageError(f"--disk {args.disk}: {format_size(free)} are free there")
-        self.texts = int(min(TOGETHER[0], max(20, limit // row // 4)))
+        self.texts = int(min(4 * TOGETHER[0], max(20, limit // row // 4)))
         count = min(limit // (row * self.texts), 400)
         if count < 1:
             raise UsageError(f"--disk {args.disk}: give at least {format_size(row * self.texts + 2 * saved)}")
