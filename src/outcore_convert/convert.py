@@ -37,7 +37,7 @@ from outcore.errors import BudgetError, StoreError, StoreSpaceError
 from outcore.machine.allocator import clear_cache
 from outcore.machine.device import device_kind
 from outcore.machine.hardware import version
-from outcore.machine.memory import free_heap, rss
+from outcore.machine.memory import free_heap, peak_rss, rss
 from outcore.machine.small_files import CONFIG_BYTES, parse_json, read_small
 from outcore.sizes import format_size
 
@@ -150,12 +150,12 @@ def part_bytes(jobs: list[Job], budget: int) -> int:
     """Returns the bytes of rows to compute at a time, the most that fit. Raises BudgetError if none do."""
     free_heap()
     clear_cache()
-    base = rss()
-    largest = max(jobs, key=lambda job: job.needs(LEAST_PART))
-    if (smallest := base + largest.needs(LEAST_PART)) > budget:
-        needs, of = format_size(smallest - base, round_up=True), f"besides {format_size(base)} for the process"
+    base, largest = rss(), max(jobs, key=lambda job: job.needs(LEAST_PART))
+    needs = largest.needs(LEAST_PART)
+    if (smallest := max(base + needs, peak_rss())) > budget:  # the tokenizer, which is loaded again, was in the peak
+        of = f"{largest.names[0]} needs {format_size(needs, round_up=True)}, the process {format_size(base)}"
         least = format_size(smallest + smallest // 20, round_up=True)
-        what = f"{format_size(budget)} are too little for this model: {largest.names[0]} needs {needs} {of}"
+        what = f"{format_size(budget)} are too little for this model: {of}"
         raise BudgetError(f"{what}; give --memory {least} or more", smallest)
     part = MOST_PART
     while part > LEAST_PART and base + max(job.needs(part) for job in jobs) > budget:
