@@ -18,8 +18,8 @@ import json_shapes as shapes
 import pytest
 
 COMMANDS = {
-    "batch", "bench", "cache", "cache-prompt", "calibrate", "chat", "completion", "demo", "doctor", "draft", "generate",
-    "info", "launch", "list", "matrix", "monitor", "pack", "perplexity", "plan", "ps", "pull", "report",
+    "batch", "bench", "cache", "cache-prompt", "calibrate", "chat", "completion", "convert", "demo", "doctor", "draft",
+    "generate", "info", "launch", "list", "matrix", "monitor", "pack", "perplexity", "plan", "ps", "pull", "report",
     "serve", "stop",
 }  # fmt: skip
 
