@@ -17,7 +17,7 @@ import outcore
 import zoo
 from outcore.calibration.calibration_file import store_calibration
 from outcore.cli.main import main
-from outcore.decode import preparation
+from outcore.decode import preparation, text_drafts
 from outcore.decode.preparation import prepare
 from outcore.decode.speculative import choices
 from outcore.decode.speculative.acceptance import AcceptanceStats
@@ -311,7 +311,8 @@ def test_a_draft_pays_or_not_by_what_the_latest_passes_took(monkeypatch: pytest.
         learnt.swept(None, 1, 1.0)
     metrics = Metrics(sweeps=10, bytes_read=1000, read_s=10.0, stall_s=9.0)
     plans = [SimpleNamespace(bytes_per_token=n, pools=(), kv_slot=0, streams=True) for n in (100, 50)]
-    residency = SimpleNamespace(layers=SimpleNamespace(without_draft=lambda: plans[1], adapts=True))
+    residency = SimpleNamespace(layers=SimpleNamespace(adapts=True))
+    monkeypatch.setattr(text_drafts, "plan_without_draft", lambda layers: plans[1])
     drafts = object.__new__(TextDrafts)
     drafts._session = SimpleNamespace(  # type: ignore[assignment]
         metrics=metrics, plan=plans[0], residency=residency, size=SimpleNamespace(drafted=8)

@@ -9,6 +9,7 @@ from typing import cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..engine.draft_memory import give_back, plan_without_draft
 from ..engine.session import Session
 from ..errors import BudgetError
 from ..plan.joint_plan import MOST
@@ -74,7 +75,7 @@ class TextDrafts:
         """Returns guesses of the next tokens: as many as pay, at most ``most``, up to an end-of-text token."""
         assert self.control is not None and self.source is not None
         if self.control.acceptance.sweeps % SETTLED == SETTLED - 1 and self._is_worth_less_than_layers():
-            self._session.residency.layers.give_back()
+            give_back(self._session.residency.layers)
             most = min(most, self._session.size.drafted)
         found = self.control.draft(self.source, [*self._history, *text], most)
         end = next((i + 1 for i, g in enumerate(found) if g.token in self._ends), len(found))
@@ -91,7 +92,7 @@ class TextDrafts:
             return False
         tokens, seconds = control.acceptance.lately
         with contextlib.suppress(BudgetError):
-            less = plan.bytes_per_token - layers.without_draft().bytes_per_token
+            less = plan.bytes_per_token - plan_without_draft(layers).bytes_per_token
             saved = min(less * reading / metrics.bytes_read, metrics.stall_s / metrics.sweeps)
             return less > (1 - LESS) * plan.bytes_per_token and control.plain_s - saved < LESS * seconds / tokens
         return False

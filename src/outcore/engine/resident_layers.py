@@ -321,27 +321,6 @@ class ResidentLayers:
         self.session.stream(smaller)
         return before.peak_bytes - smaller.peak_bytes
 
-    def without_draft(self, resident: int | None = None) -> Plan:
-        """Returns a plan in which layers have the draft's memory."""
-        session, plan, draft = self.session, self.session.plan, self.draft
-        size = session.size if draft is None else draft.profile_without(session.profile, plan.head_streamed).size
-        how: dict[str, Any] = {"resident": resident, "prefill_step": plan.prefill_step}
-        how["slots"] = plan.slots if draft is None else None  # without a draft model, none read ahead
-        return another(session, replace(size, drafted=0), plan.budget_bytes, undrafted=True, **how)
-
-    def give_back(self) -> None:
-        """Gives up the draft, or n-grams' room, so that layers come back with the next pass."""
-        session, self.adapts = self.session, False
-        if self.draft is not None:
-            self.give_up_draft()
-        else:
-            smaller = self.without_draft(resident=0)
-            session.resize(replace(session.size, drafted=0))
-            self.shed_layers = {i for i, part in enumerate(session.profile.parts) if part.unit is not None}
-            session.stream(smaller)
-        self.regrow(len(self.shed_layers))
-        session.note("the draft did not pay: layers have its memory")
-
 
 def another(
     session: Session,
