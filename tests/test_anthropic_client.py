@@ -130,7 +130,7 @@ def test_tokens_are_counted() -> None:
             counted = await c.messages.count_tokens(model="demo", messages=[USER], tools=[TOOL], system="Be brief.")
             return counted.input_tokens
 
-    assert asyncio.run(main()) == 1  # the scripted service has a prompt of one token
+    assert asyncio.run(main()) > 100
     assert service.asks[0].messages and service.asks[0].messages[0]["content"] == "Be brief."
 
 

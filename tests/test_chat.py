@@ -447,7 +447,7 @@ def test_ctrl_c_right_after_a_message_stops_its_answer_and_not_the_chat(
     """Of lines that were typed at a launcher's terminal; those of a pipe nobody has in his hand."""
     given = iter(["", "hi\n", "", "/set temp 1\n", "", ""])  # Ctrl-C is pressed where there is nothing
 
-    def readline() -> str:
+    def readline(_: int) -> str:
         if line := next(given):
             return line
         raise KeyboardInterrupt

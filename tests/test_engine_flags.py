@@ -46,6 +46,7 @@ NEEDED = {
     "chat": ["--model", "{model}"],
     "batch": ["--model", "{model}", "--input", "{requests}", "--output", "{answers}"],
     "perplexity": ["--model", "{model}", "--num-samples", "1", "--sequence-length", "16", "--data-path", "{text}"],
+    "draft": ["train", "--model", "{model}", "--input", "{text}", "--output", "{answers}"],
     "info": ["{model}"],
     "plan": ["{model}", "--no-calibrate"],
     "serve": ["{model}", "--port", "0"],

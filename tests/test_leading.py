@@ -159,12 +159,15 @@ class Running(SimpleNamespace):
     """A model that runs, as far as it is looked at here."""
 
 
+ROUNDED = SimpleNamespace(rounding=SimpleNamespace(exact_batch=False))
+
+
 class Room(SequenceRoom):
     """One that has room for some tokens, and cuts prompts into chunks of its own."""
 
     def __init__(self, link: Any, tokens: int, step: int) -> None:
         no_draft = SimpleNamespace(layers=SimpleNamespace(draft=None))
-        state: Any = Running(size=None, residency=no_draft, plan=SimpleNamespace(prefill_step=step))
+        state: Any = Running(size=None, residency=no_draft, profile=ROUNDED, plan=SimpleNamespace(prefill_step=step))
         state.transport = RankRoom(link, state)
         super().__init__(state)
         self.tokens, self.asked = tokens, 0

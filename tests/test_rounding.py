@@ -123,7 +123,7 @@ def test_drafted_tokens_have_a_pass_each_where_rows_differ_and_something_is_stre
         with_oracle(monkeypatch, Oracle([*NINE, *plain], 3), 7)
         assert tokens(model, NINE, 10) == plain
         assert session.metrics.accepted > 3 and session.metrics.sweeps < 9
-        assert session.rows_differ == differ and done == ["cache of kernels", "kernels"]
+        assert session.profile.rounding.rows_differ == differ and done == ["cache of kernels", "kernels"]
     verifying = rows[rows.index(1) + 1 :]  # behind the prompt, whose last token is a pass
     assert (set(verifying) == {1}) == (differ and resident == 0)
     assert prepare(folder, draft="ngram", **LOADED).planning.blocks == (not differ)

@@ -29,6 +29,8 @@ def run(args: argparse.Namespace) -> None:
     if args.quant_predicate is not None and args.q_mode != "affine":
         raise UsageError(f"--quant-predicate {args.quant_predicate}: needs --q-mode affine")
     output, budget = Path(text_of("--output", str(args.output))).expanduser(), asked_budget(args.memory)
+    if not output.name:
+        raise UsageError("--output '': give a new folder")
     folder, name = resolve_model(args.model, args.revision), short_names().get(args.model, args.model)
     settings = Settings(**{each.name: getattr(args, each.name) for each in fields(Settings)})
     hub_name = None if local_folder(name) is not None else name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 from starlette.applications import Starlette
@@ -84,10 +85,10 @@ class Scripted(FakeService):
         if self.error is not None:
             raise self.error
 
-    async def count(self, ask: GenerationRequest) -> int:
-        """Characters of the messages and tools."""
+    async def prompt(self, ask: GenerationRequest) -> Any:
+        """A token for each character of the messages and tools."""
         self.asks.append(ask)
-        return len(json.dumps(ask.messages)) + len(json.dumps(ask.tools))
+        return SimpleNamespace(tokens=json.dumps(ask.messages) + json.dumps(ask.tools))
 
     def models(self) -> Sequence[ModelCard]:
         """One that is loaded, and one that is not."""

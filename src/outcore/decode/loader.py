@@ -19,6 +19,7 @@ from ..checkpoint.find_model import require_tokenizer, resolve_model
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import refuse_unknown
 from ..engine.binding import Progress
+from ..engine.model_profile import Rounding
 from ..engine.resident_layers import DroppableDraft
 from ..engine.session import Folders, Session, closed_sessions
 from ..errors import StoreSpaceError
@@ -168,9 +169,10 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
         if drafting is not None:
             unless.callback(drafting.close)
         prefix, notes = prefix_cache(profile.lazy, o)
+        rounding = Rounding(not (on_cpu() or prepared.planning.blocks), o.exact_batch)
         session = Session(
             prepared.plan,
-            profile,
+            replace(profile, rounding=rounding),
             calibration,
             reading,
             cpu_streams=prepared.cpu_streams,
@@ -180,7 +182,6 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             notes=(*prepared.notes, *notes),
             prefix=prefix,
         )
-        session.rows_differ, session.exact_batch = not (on_cpu() or prepared.planning.blocks), o.exact_batch
         try:
             if drafting is not None and prepared.draft is not None:
                 joined = drafting.join(session)

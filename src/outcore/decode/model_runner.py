@@ -184,7 +184,9 @@ class ModelRunner:
     @property
     def in_blocks(self) -> bool:
         """Whether drafted tokens share a pass: if that rounds differently, not where something is streamed."""
-        return self._may_block and not (self._session.rows_differ and self._session.streaming is not None)
+        return self._may_block and not (
+            self._session.profile.rounding.rows_differ and self._session.streaming is not None
+        )
 
     def verifying(self, token: int, drafted: Sequence[int]) -> list[Pass]:
         """Returns the passes over ``token`` and the ``drafted`` ones; they may share a reading of the weights with

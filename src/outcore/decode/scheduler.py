@@ -72,7 +72,7 @@ class Scheduler:
         self.sequences = 1
         if not alone:
             single = (session.streaming is not None and session.streaming.evaluates) or not mergeable(model)
-            if session.exact_batch:  # as many passes as there is memory for their graphs
+            if session.profile.rounding.exact_batch:  # as many passes as there is memory for their graphs
                 most = session.size.graph(on_cpu(), session.plan.split).readings([1] * most, session.size.context)[0]
             (self.sequences,) = self._session.transport.leasts([1 if single else most])
         self._waiting: deque[ScheduledSequence] = deque()

@@ -40,7 +40,7 @@ class SequenceRoom:
         *,
         planned: bool = False,
     ) -> None:
-        self._session, self._base, self._exact = session, session.size, session.exact_batch
+        self._session, self._base, self._exact = session, session.size, session.profile.rounding.exact_batch
         # A prompt has the bits that it has alone if its chunks are those.
         self._asked_step = asked_step or (session.plan.prefill_step if self._exact else None)
         self._asked_drafts, self._planned = asked_drafts, planned
@@ -166,7 +166,7 @@ class SequenceRoom:
             return False
         if streaming.evaluates or session.plan.pools or not size.drafted or self._asked_drafts == 0:
             return False
-        seen, blocks = session.acceptance or AcceptanceStats(), not (on_cpu() or session.rows_differ)
+        seen, blocks = session.acceptance or AcceptanceStats(), not (on_cpu() or session.profile.rounding.rows_differ)
         pays = partial(pays_for_several, size, session.plan, residency.calibration, texts, blocks)
         if drafting.kind == NGRAM:
             return pays(tokens=seen.made / seen.sweeps if seen.sweeps else None)

@@ -69,6 +69,19 @@ class LayerParts:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """Where results depend on what shares a pass.
+
+    Attributes:
+        rows_differ: kernels may round several tokens of a pass otherwise than one (``decode.rounding``).
+        exact_batch: so texts that share a reading of the weights have passes of their own.
+    """
+
+    rows_differ: bool = False
+    exact_batch: bool = False
+
+
+@dataclass(frozen=True)
 class ModelProfile:
     """A lazily opened model with its sizes.
 
@@ -95,6 +108,7 @@ class ModelProfile:
     copies: bool = False
     kept_apart: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     share: Any = None
+    rounding: Rounding = Rounding()
 
 
 def profile_of(

@@ -85,11 +85,8 @@ class Session(Engine):
         max_context: tokens of the context that the model was trained for; None: its config does not say.
         found: tokens of the last prompt that the prefix cache held.
         in_cache: tokens of the last text, prompt and answer, that went into the caller's ``prompt_cache``.
-        rows_differ: kernels may round several tokens of a pass otherwise than one (``decode.rounding``).
-        exact_batch: texts that share a reading of the weights have passes of their own.
     """
 
-    rows_differ = exact_batch = False
     transport: Transport
     reading: Folders
     exclusive: Exclusive
