@@ -191,7 +191,7 @@ def test_several_ranks_hold_one_conversation(
             os.write(terminal, f"{line}\n".encode())
             until("in the conversation\r\n", number)
         os.write(terminal, b"import os\n")
-        until("import os\r\n", more=3)  # the answer has begun
+        until("begins a new one\r\n", 2, more=20)  # the answer has begun: what is typed and told before it is shorter
         launcher.send_signal(signal.SIGINT)
         until("in the conversation\r\n", 3)
         os.write(terminal, b"q\n")
