@@ -175,10 +175,13 @@ def test_a_watched_run_tells_what_it_does_and_its_file_goes_with_its_model(
 def test_a_file_is_always_whole_and_is_written_again_where_it_was_lost(folder: Path, running: tuple[Any, Any]) -> None:
     publish(running[0])
     (path,) = folder.iterdir()
-    time.sleep(0.8)
-    before = path.stat()
-    time.sleep(0.6)
-    assert path.stat().st_mtime_ns == before.st_mtime_ns, "an idle process writes nothing"
+
+    def idle() -> bool:
+        before = path.stat()
+        time.sleep(0.6)
+        return path.stat().st_mtime_ns == before.st_mtime_ns
+
+    until(idle, 60)  # an idle process writes nothing
     path.unlink()
     until(path.exists)
     document = json.loads(path.read_text())
