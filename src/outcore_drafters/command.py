@@ -22,7 +22,7 @@ from outcore.cli.engine import ProgressBar
 from outcore.cli.flags import loading_options
 from outcore.cli.output import tell
 from outcore.decode.sampling import make_sampler
-from outcore.errors import BudgetError, UsageError
+from outcore.errors import BudgetError, UnsupportedModelError, UsageError
 from outcore.machine.device import on_cpu
 from outcore.plan.joint_plan import NONE
 from outcore.sizes import format_size
@@ -132,6 +132,8 @@ class Job:
 
     def _measure(self, model: Any) -> None:
         text = getattr(model, "language_model", model)
+        if not all(hasattr(getattr(text, "model", None), each) for each in ("embed_tokens", "layers", "norm")):
+            raise UnsupportedModelError(f"{self._folder}: published drafters cannot draft for models of this type")
         inner, config = text.model, json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
         own = config.get("text_config") or config
         self.model_type, self.layers = config["model_type"], len(inner.layers)
@@ -141,6 +143,8 @@ class Job:
         self._head = _dense(text.lm_head).astype(dtype) if "lm_head" in text else self._table
         self._norm = mx.array(inner.norm.weight).astype(mx.float32)
         mx.eval(self._table, self._head, self._norm)
+        if self._table.ndim != 2 or self._head.shape != self._table.shape:
+            raise BudgetError("--memory: training needs the model's embeddings and output head in memory; give more")
         vocabulary, hidden = self._table.shape
         head_dim = 64 if hidden < 1024 else 128
         heads = max(1, hidden // head_dim)
@@ -164,7 +168,8 @@ class Job:
         row = (PROMPT + args.max_tokens) * (3 * shape.hidden * 2 + 4)
         saved = shape.parameters * 4 * 5  # weights twice, for the best and the last, and the optimizer's two averages
         limit = parse_size(args.disk) - 2 * saved
-        free = shutil.disk_usage(self._work).free
+        there = sum(file.stat().st_size for file in self._work.rglob("*") if file.is_file())
+        free = shutil.disk_usage(self._work).free + there
         if limit > free:
             raise UsageError(f"--disk {args.disk}: {format_size(free)} are free there")
         self.texts = int(min(4 * TOGETHER[0], max(20, limit // row // 4)))

@@ -77,7 +77,6 @@ class Trainer:
         self._optimizer = optim.AdamW(learning_rate=rate, betas=[0.9, 0.95], weight_decay=0.01)
         self._optimizer.init(net.trainable_parameters())
         self._state = [net.state, self._optimizer.state]
-        self._held: dict[str, mx.array] | None = None
 
     def run(self) -> Progress:
         """Trains until the time is over, or until held-out texts show no more progress; ``net`` then has the weights
