@@ -202,13 +202,15 @@ async def handshake(sock: socket.socket, key: bytes, role: Facts | Callable[[Fac
         OSError: the connection broke, or the handshake took longer than ``within_s``.
     """
     loop, own, server = asyncio.get_running_loop(), _HELLO.pack(MAGIC, PROTOCOL, os.urandom(32)), callable(role)
+    # A client's error of a key is worth more than that a later connection broke: not a HandshakeError.
+    broken = HandshakeError if server else ConnectionError
     hung_up = "it hung up before it had proven who it is" if server else "it hung up at once"
 
     async def read(count: int) -> bytes:
         data = b""
         while len(data) < count:
             if not (more := await loop.sock_recv(sock, count - len(data))):
-                raise HandshakeError(hung_up)
+                raise broken(hung_up)
             data += more
         return data
 
@@ -216,8 +218,9 @@ async def handshake(sock: socket.socket, key: bytes, role: Facts | Callable[[Fac
         return hmac.digest(both, (b"server\n" if of_server else b"client\n") + text, "sha256")
 
     async def send(text: str) -> None:
-        nonlocal hung_up
-        data, hung_up = text.encode(), "it hung up: it has another key"
+        nonlocal broken, hung_up
+        broken, hung_up = HandshakeError, "it hung up: it has another key"
+        data = text.encode()
         await loop.sock_sendall(sock, _LENGTH.pack(len(data)) + data + mac(data, of_server=server))
 
     async def receive() -> str:
