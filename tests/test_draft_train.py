@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm.utils
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from outcore.cli.main import main
 from outcore_drafters import command
 from outcore_drafters.config import kind_of, open_drafter
 from outcore_drafters.drafter import DraftedModel
-from outcore_drafters.train import collect, drafter_files, training
+from outcore_drafters.train import collect, drafter_files, network, products, training
 from outcore_drafters.train.network import Network, Shape, accepted
 from stand_ins import TokensOnly
 
@@ -56,7 +57,9 @@ def counting(texts: int, folder: Path, files: int = 1) -> collect.Shards:
     for n in range(files):
         tokens = (np.arange(texts)[:, None] * 3 + n + np.arange(LENGTH)[None] * 7) % SHAPE.vocabulary
         states = np.random.default_rng(n).standard_normal((texts, LENGTH - 1, 3 * SHAPE.hidden))
-        shards.save(n, {"tokens": mx.array(tokens.astype(np.int32)), "states": mx.array(states.astype(np.float16))})
+        made = {"tokens": mx.array(tokens.astype(np.int32)), "states": mx.array(states.astype(np.float16))}
+        next_ = {"likely": made["tokens"][:, 1:, None], "chances": mx.ones((texts, LENGTH - 1, 1), mx.float16)}
+        shards.save(n, made | next_)
     return shards
 
 
@@ -104,7 +107,7 @@ class Killed(BaseException):
 def trainer(parts: tuple[mx.array, mx.array], shards: collect.Shards, folder: Path, **more: Any) -> training.Trainer:
     folder.mkdir(exist_ok=True)
     net = Network(SHAPE, mx.ones(SHAPE.hidden))
-    settings: dict[str, Any] = {"first": FIRST, "ends": [], "rows": 8, "seconds": 30.0, "seed": 1, "rate": 3e-3}
+    settings: dict[str, Any] = {"prompt": FIRST + 1, "ends": [], "rows": 8, "seconds": 30.0, "seed": 1, "rate": 3e-3}
     return training.Trainer(net, *parts, shards, folder=folder, **settings | more)
 
 
@@ -143,16 +146,16 @@ def test_training_learns_and_goes_on_after_a_kill(
 
 @pytest.mark.usefixtures("clock")
 def test_training_ends_when_held_out_texts_gain_nothing(parts: tuple[mx.array, mx.array], tmp_path: Path) -> None:
-    shards = counting(20, tmp_path / "states")
+    shards = counting(20, tmp_path / "states", files=2)
     progress = trainer(parts, shards, tmp_path / "work", seconds=1e9, every=0.5, rate=0.0).run()
     assert len(progress.history) == 1 + training.PATIENCE
 
 
 def test_tokens_after_the_end_of_a_text_do_not_count(parts: tuple[mx.array, mx.array], tmp_path: Path) -> None:
-    made = trainer(parts, counting(20, tmp_path / "states"), tmp_path / "work", ends=[9])
+    made = trainer(parts, counting(20, tmp_path / "states", files=2), tmp_path / "work", ends=[9])
     tokens = mx.array([[9, 1, 1, 9, 1, 1, 9, 1]])
     counts = made._prepared({"tokens": tokens, "states": mx.zeros((1, 7, 1))})["counts"]
-    assert counts.tolist() == [[0, 0, 0, 0, 0, 1, 1, 0]]
+    assert counts.tolist() == [[1, 1, 1, 1, 1, 1, 1, 0]]
 
 
 @pytest.fixture(scope="module")
@@ -185,14 +188,14 @@ def test_collected_texts_are_the_models_own(model: Path) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Short texts and few guesses; the words of a command line, without what ends it."""
-    for name, value in (("PROMPT", 6), ("DEPTH", 2), ("ROWS", 4)):
+    for name, value in (("PROMPT", 6), ("DEPTH", 2), ("ROWS", 4), ("CPU_ROWS", 4)):
         monkeypatch.setattr(command, name, value)
     for name, value in (("DEPTH", 2), ("TRIED", 3)):
         monkeypatch.setattr(training, name, value)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text(" ".join(f"w{n % 50}" for n in range(400)))
     (tmp_path / "text" / "image.png").write_bytes(b"\x89PNG\0\0")
-    words = ["--input", str(tmp_path / "text"), "--output", str(tmp_path / "out"), "--max-tokens", "4", "--disk", "9MB"]
+    words = ["--input", str(tmp_path / "text"), "--output", str(tmp_path / "out"), "--max-tokens", "4", "--disk", "6MB"]
     return ["draft", "train", *words, "--memory", "1GB", "--minutes", "0.02", "--share", "0.9", "--quiet"]
 
 
@@ -253,3 +256,59 @@ def test_what_cannot_be_trained_is_refused(
 def test_only_parameters_of_the_published_form_are_saved(tmp_path: Path) -> None:
     net = Network(SHAPE, mx.ones(SHAPE.hidden))
     assert sum(a.size for _, a in tree_flatten(net.parameters())) == SHAPE.parameters
+
+
+def test_products_of_numpy_are_mlxs_with_their_gradients() -> None:
+    a, b = mx.random.normal((2, 3, 4, 5)), mx.random.normal((2, 3, 5, 6))
+    for left, right in ((a, b), (a, b[0, 0])):
+
+        def ours(x: mx.array, y: mx.array) -> mx.array:
+            return products.matmul(x, y).square().sum()
+
+        def theirs(x: mx.array, y: mx.array) -> mx.array:
+            return (x @ y).square().sum()
+
+        made, expected = (mx.value_and_grad(f, argnums=(0, 1))(left, right) for f in (ours, theirs))
+        for one, other in zip((made[0], *made[1]), (expected[0], *expected[1]), strict=True):
+            assert mx.allclose(one, other, rtol=1e-4, atol=1e-4).item()
+
+
+def test_the_loss_and_its_gradient_are_those_of_cross_entropy(
+    parts: tuple[mx.array, mx.array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "PIECE", 3 * SHAPE.vocabulary)  # several pieces
+    table, head = parts
+    net = Network(SHAPE, mx.ones(SHAPE.hidden))
+    chances = mx.softmax(mx.random.normal((2, 6, 4)), axis=-1)
+    likely = mx.argsort(mx.random.normal((2, 6, SHAPE.vocabulary)), axis=-1)[..., :4]
+    batch = {
+        "tokens": mx.random.randint(0, 40, (2, 7)), "states": mx.random.normal((2, 6, 3 * SHAPE.hidden)),
+        "likely": likely, "chances": chances, "counts": mx.array([[1.0] * 7, [1.0] * 5 + [0.0] * 2]),
+    }  # fmt: skip
+    target = mx.put_along_axis(mx.zeros((2, 6, SHAPE.vocabulary)), likely, chances, axis=-1)
+
+    def expected(net: Network) -> mx.array:
+        made, total, weight = net.guesses(batch["tokens"], batch["states"], table, head, 0, 2, own=False), 0.0, 0.0
+        for n, states in enumerate(made):
+            logits = states[:, : 5 - n] @ head.T
+            each = mx.logsumexp(logits, axis=-1) - (target[:, n + 1 :] * logits).sum(-1)
+            total = total + 0.9**n * (each * batch["counts"][:, n + 2 :]).sum()
+            weight = weight + 0.9**n * batch["counts"][:, n + 2 :].sum()
+        return total / weight
+
+    found = nn.value_and_grad(net, lambda net: network.loss(net, batch, table, head, 2))(net)
+    wanted = nn.value_and_grad(net, expected)(net)
+    assert mx.allclose(found[0], wanted[0], rtol=1e-5).item()
+    for (name, one), (_, other) in zip(tree_flatten(found[1]), tree_flatten(wanted[1]), strict=True):
+        assert mx.allclose(one, other, rtol=1e-3, atol=1e-5).item(), name
+
+
+def test_quantized_layers_multiply_by_numpy_while_texts_are_collected() -> None:
+    layer = nn.QuantizedLinear.from_linear(nn.Linear(64, 32), 32, 4)
+    x = mx.random.normal((3, 64))
+    plain = layer(x)
+    with products.fast_quantized(evaluated=True):
+        assert mx.allclose(layer(x), plain, rtol=1e-3, atol=1e-3).item()
+        assert nn.QuantizedLinear.__call__.__module__ == products.__name__
+    with products.fast_quantized(evaluated=False):  # streamed weights have not been read yet
+        assert nn.QuantizedLinear.__call__.__module__ != products.__name__

@@ -29,7 +29,8 @@ from outcore.sizes import format_size
 from outcore.text import printable
 
 from .train import collect, drafter_files, texts
-from .train.network import Network, Shape
+from .train.network import PIECE, Network, Shape
+from .train.products import fast_quantized
 from .train.training import DEPTH, Progress, Trainer
 
 # Tokens of a piece of text that the model continues.
@@ -38,8 +39,8 @@ PROMPT = 128
 # Bits of a drafter's weight when it drafts: 4, and scales and biases of groups of 64.
 BITS = 4.5
 
-# Texts in a training step, at most.
-ROWS = 32
+# Texts in a training step, at most: on a GPU, and on a CPU, whose steps are slow.
+ROWS, CPU_ROWS = 32, 4
 
 # Texts that share a pass of the model: the first of these for which there is memory. (MLX 0.32.4 on CUDA refuses some
 # kernels of 256 texts of a recurrent model: cudaGraphAddKernelNode, invalid argument.)
@@ -97,8 +98,7 @@ class Job:
             model.outcore.close()
         del model
         mx.clear_cache()
-        budget = parse_size(str(args.memory)) if args.memory not in (None, "auto") else None
-        rows = self._rows(budget)
+        rows = self._rows(self._budget())
         self.net = Network(self.shape, self._norm)
 
         def report(progress: Progress, now: dict[str, float]) -> None:
@@ -109,7 +109,7 @@ class Job:
             )
 
         trainer = Trainer(
-            self.net, self._table, self._head, self.shards, first=PROMPT - 1, ends=self._ends, rows=rows,
+            self.net, self._table, self._head, self.shards, prompt=PROMPT, ends=self._ends, rows=rows,
             seconds=args.minutes * 60, folder=self._work, seed=self._seed, report=report,
             step_done=lambda p: bar.count("training", round(p.seconds), round(args.minutes * 60), f"loss {p.loss:.2f}"),
         )  # fmt: skip
@@ -165,31 +165,49 @@ class Job:
     def _check(self) -> None:
         """Chooses how many texts fit on the disk, and refuses other settings than a begun training's."""
         args, shape = self._args, self.shape
-        row = (PROMPT + args.max_tokens) * (3 * shape.hidden * 2 + 4)
+        row = (PROMPT + args.max_tokens) * (3 * shape.hidden * 2 + 4 + 6 * collect.LIKELY)
         saved = shape.parameters * 4 * 5  # weights twice, for the best and the last, and the optimizer's two averages
         limit = parse_size(args.disk) - 2 * saved
         there = sum(file.stat().st_size for file in self._work.rglob("*") if file.is_file())
         free = shutil.disk_usage(self._work).free + there
         if limit > free:
             raise UsageError(f"--disk {args.disk}: {format_size(free)} are free there")
-        self.texts = int(min(4 * TOGETHER[0], max(20, limit // row // 4)))
-        count = min(limit // (row * self.texts), 400)
-        if count < 1:
-            raise UsageError(f"--disk {args.disk}: give at least {format_size(row * self.texts + 2 * saved)}")
+        file, known = self._work / "settings.json", None
+        if file.exists():
+            known = json.loads(file.read_text(encoding="utf-8"))
+        # A file's texts are those of a pass, so that no more states than its own are in memory.
+        if known and known["texts"] > self._together:
+            raise BudgetError(f"--memory: this training was begun with room for {known['texts']} texts at once")
+        self.texts = known["texts"] if known else max(1, min(self._together, limit // row // 2))
+        count = limit // (row * self.texts)
+        if count < 2:
+            raise UsageError(f"--disk {args.disk}: give at least {format_size(2 * row * self.texts + 2 * saved)}")
         self.shards = collect.Shards(self._work / "states", int(count))
         used = {
             "model": str(self._folder), "share": args.share, "tokens": args.max_tokens, "temp": args.temp,
             "seed": self._seed, "count": self.shards.count, "texts": self.texts,
             "input": hashlib.sha256("\n".join(f"{f}:{f.stat().st_size}" for f in self._files).encode()).hexdigest(),
         }  # fmt: skip
-        file = self._work / "settings.json"
-        if file.exists() and json.loads(file.read_text(encoding="utf-8")) != used:
+        if known not in (None, used):
             raise UsageError(f"{printable(str(self._work))}: begun with other settings; give another --output")
         file.write_text(json.dumps(used), encoding="utf-8")
-        tell(
-            f"the drafter takes {format_size(round(shape.parameters * BITS / 8))} in 4 bits and pays from 2 tokens a "
-            f"pass; {self.shards.count * self.texts} texts, {format_size(self.shards.count * self.texts * row)} on disk"
-        )
+        count = self.shards.count * self.texts
+        tell(f"the drafter {self._price()}; {count} texts, {format_size(count * row)} on disk")
+
+    def _price(self) -> str:
+        """Returns what the drafter takes, and from how many tokens a pass its bytes are better spent so than on the
+        model's weights, of which each pass then reads so many more."""
+        takes = self.shape.parameters * BITS / 8
+        said = f"takes {format_size(round(takes))} in 4 bits"
+        if (budget := self._budget()) is None:
+            return said
+        said += f", {takes / budget:.1%} of the memory"
+        missing = open_checkpoint(self._folder).nbytes - budget
+        return said + (f", and pays from {1 + takes / missing:.2f} tokens a pass" if missing > takes else "")
+
+    def _budget(self) -> int | None:
+        memory = self._args.memory
+        return None if memory in (None, "auto") else parse_size(str(memory))
 
     def _collect(self, model: Any, bar: ProgressBar) -> None:
         if not (missing := self.shards.missing):
@@ -200,32 +218,34 @@ class Job:
         found = texts.pieces(tokenizer, self._files, self.shards.count * self.texts, PROMPT, self._seed)
         draw = make_sampler(temp=args.temp or 0.0)
         layers = getattr(model, "language_model", model).model.layers
+        resident = not model.outcore.plan.streams
         for n in missing:
             bar.count("hidden states of texts", n * self.texts, self.shards.count * self.texts)
             mx.random.seed(self._seed * 1_000_003 + n)
             prompts = found[n * self.texts : (n + 1) * self.texts]
-            parts = [prompts[at : at + self._together] for at in range(0, self.texts, self._together)]
-            made = [
-                collect.continue_texts(model, layers, self.shape.tapped, part, args.max_tokens, draw) for part in parts
-            ]
-            self.shards.save(n, {key: mx.concatenate([each[key] for each in made]) for key in made[0]})
+            with fast_quantized(evaluated=resident):
+                made = collect.continue_texts(model, layers, self.shape.tapped, prompts, args.max_tokens, draw)
+            self.shards.save(n, made)
             mx.clear_cache()
         self.written += self.shards.written_bytes
 
     def _rows(self, budget: int | None) -> int:
         """Returns texts in a step. Raises ``BudgetError`` if not even one fits."""
         shape, length = self.shape, PROMPT + self._args.max_tokens
-        fixed = shape.parameters * 4 * 6 + self._table.nbytes + (0 if self._head is self._table else self._head.nbytes)
-        # Floats of each place: logits and their gradient for one guess; of every guess, what its gradient needs.
-        guess = 12 * shape.hidden + 6 * shape.intermediate + 3 * shape.heads * length
-        each = 4 * self._args.max_tokens * (3 * shape.vocabulary + DEPTH * guess) + 36 * length * shape.hidden
+        head = 0 if self._head is self._table else self._head.nbytes
+        # Weights, gradients and averages; three pieces of logits; and for each place of a text, floats of every guess
+        # that its gradient needs.
+        fixed = shape.parameters * 4 * 6 + self._table.nbytes + head + 3 * 4 * PIECE
+        guess = 14 * shape.hidden + 6 * shape.intermediate + 3 * shape.heads * length
+        each = 4 * length * (DEPTH * guess + 12 * shape.hidden)
+        most = CPU_ROWS if on_cpu() else ROWS
         if budget is None:
-            return ROWS
+            return most
         rows = (budget - fixed) // each
         if rows < 1:
             needs = format_size(fixed + each)
             raise BudgetError(f"--memory: training this drafter needs {needs}; give that, or a smaller --share")
-        return int(min(rows, ROWS))
+        return int(min(rows, most))
 
 
 def _dense(module: nn.Module) -> mx.array:

@@ -20,6 +20,9 @@ from outcore.modules.hooks import arrays_in, handle, handles
 
 from ..tap import Tapped
 
+# The model's likeliest next tokens that are kept for each token, and numbers of a piece of logits.
+LIKELY, PIECE = 16, 16 << 20
+
 # Tokens of a prompt that are computed at once; few, since a recurrent layer's graph holds a state for each token.
 CHUNK = 32
 
@@ -49,7 +52,8 @@ def continue_texts(
     more: int,
     draw: Callable[[mx.array], mx.array],
 ) -> dict[str, mx.array]:
-    """Returns ``tokens`` int32 (texts, prompt + more) and ``states`` float16 (texts, prompt + more - 1, 3 * hidden).
+    """Returns ``tokens`` int32 (texts, prompt + more), ``states`` float16 (texts, prompt + more - 1, 3 * hidden), and
+    of the model's predictions ``likely`` int32 and ``chances`` float16 (texts, prompt + more - 1, LIKELY).
 
     Args:
         which: the layers whose outputs are kept.
@@ -57,7 +61,7 @@ def continue_texts(
         draw: chooses tokens (texts,) from log-probabilities (texts, vocabulary).
     """
     cache = make_prompt_cache(model)
-    tokens, states = [mx.array(prompts)], list[mx.array]()
+    tokens, made = [mx.array(prompts)], list[tuple[mx.array, mx.array, mx.array]]()
     with tapped(layers, which) as heard:
 
         def run(ids: mx.array) -> mx.array:
@@ -65,8 +69,8 @@ def continue_texts(
             logits: mx.array = model(ids, cache=cache)
             kept = mx.concatenate(heard, axis=-1).astype(mx.float16)
             last = logits[:, -1].astype(mx.float32)
-            mx.eval(last, kept, handles(*cache))
-            states.append(kept)
+            mx.eval(last, logits, kept, handles(*cache))
+            made.append((kept, *_likeliest(logits)))
             return last
 
         logits = mx.zeros(())
@@ -76,9 +80,25 @@ def continue_texts(
             tokens.append(draw(logits - mx.logsumexp(logits, axis=-1, keepdims=True)).astype(mx.int32)[:, None])
             if n + 1 < more:
                 logits = run(tokens[-1])
-    made = {"tokens": mx.concatenate(tokens, axis=1), "states": mx.concatenate(states, axis=1)}
-    mx.eval(made)
-    return made
+    parts = [mx.concatenate(list(part), axis=1) for part in (tokens, *zip(*made, strict=True))]
+    mx.eval(parts)
+    return dict(zip(("tokens", "states", "likely", "chances"), parts, strict=True))
+
+
+def _likeliest(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Returns ``likely`` and ``chances`` as ``continue_texts`` does."""
+    flat, count = logits.reshape(-1, logits.shape[-1]), min(LIKELY, logits.shape[-1])
+    found, rows = list[tuple[mx.array, mx.array]](), max(1, PIECE // flat.shape[-1])
+    for at in range(0, flat.shape[0], rows):
+        part = flat[at : at + rows].astype(mx.float32)
+        ids = mx.argpartition(-part, count - 1, axis=-1)[:, :count].astype(mx.int32)
+        chances = mx.softmax(mx.take_along_axis(part, ids, axis=-1), axis=-1).astype(mx.float16)
+        mx.eval(ids, chances)
+        found.append((ids, chances))
+    likely, chances = (
+        mx.concatenate(list(each)).reshape(*logits.shape[:2], count) for each in zip(*found, strict=True)
+    )
+    return likely, chances
 
 
 class Shards:

@@ -13,6 +13,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .products import Linear, matmul
+
+# Numbers of a piece of logits.
+PIECE = 16 << 20
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -40,16 +45,16 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         inner, heads, kv = 2 * shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj, self.o_proj = nn.Linear(inner, heads, bias=False), nn.Linear(heads, shape.hidden, bias=False)
-        self.k_proj, self.v_proj = nn.Linear(inner, kv, bias=False), nn.Linear(inner, kv, bias=False)
+        self.q_proj, self.o_proj = Linear(inner, heads), Linear(heads, shape.hidden)
+        self.k_proj, self.v_proj = Linear(inner, kv), Linear(inner, kv)
 
 
 class Mlp(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+        self.gate_proj = Linear(shape.hidden, shape.intermediate)
+        self.up_proj = Linear(shape.hidden, shape.intermediate)
+        self.down_proj = Linear(shape.intermediate, shape.hidden)
 
     def __call__(self, x: mx.array) -> mx.array:
         made: mx.array = self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -76,7 +81,7 @@ class Network(nn.Module):
         super().__init__()
         self._shape = shape
         self.input_norm = nn.RMSNorm(3 * shape.hidden, shape.eps)
-        self.fc = nn.Linear(3 * shape.hidden, shape.hidden, bias=False)
+        self.fc = Linear(3 * shape.hidden, shape.hidden)
         self.layers = [Layer(shape)]
         self.norm = nn.RMSNorm(shape.hidden, shape.eps)
         self.norm.weight = norm
@@ -105,13 +110,16 @@ class Network(nn.Module):
         made: list[mx.array] = []
         groups, scale = (texts, s.kv_heads, s.heads // s.kv_heads, places), s.head_dim**-0.5
         for n in range(depth):
-            queries = self._heads(layer.self_attn.q_proj(joined), s.heads, first + 1 + n).reshape(*groups, s.head_dim)
-            scores = (queries @ keys[:, :, None].swapaxes(-1, -2)) * scale + mask
+            queries = self._heads(layer.self_attn.q_proj(joined), s.heads, first + 1 + n)
+            queries = queries.reshape(texts, s.kv_heads, -1, s.head_dim)
+            scores = matmul(queries, keys.swapaxes(-1, -2)).reshape(*groups, length - 1) * scale + mask
             if later:
-                own_scores = [(queries * k[:, :, None]).sum(-1, keepdims=True) * scale for k, _ in later]
+                grouped = queries.reshape(*groups, s.head_dim)
+                own_scores = [(grouped * k[:, :, None]).sum(-1, keepdims=True) * scale for k, _ in later]
                 scores = mx.concatenate([scores, *own_scores], axis=-1)
             weights = mx.softmax(scores, axis=-1)
-            out = weights[..., : length - 1] @ values[:, :, None]
+            of_text = weights[..., : length - 1].reshape(texts, s.kv_heads, -1, length - 1)
+            out = matmul(of_text, values).reshape(*groups, s.head_dim)
             for i, (_, v) in enumerate(later, length - 1):
                 out = out + weights[..., i : i + 1] * v[:, :, None]
             out = out.reshape(texts, s.heads, places, s.head_dim).swapaxes(1, 2).reshape(texts, places, -1)
@@ -145,30 +153,43 @@ def _shifted(tokens: mx.array, by: int, places: int) -> mx.array:
 
 
 def _likeliest(states: mx.array, head: mx.array) -> mx.array:
-    return mx.argmax(states.astype(head.dtype) @ head.T, axis=-1)
+    return mx.argmax(matmul(states.astype(head.dtype), head.T), axis=-1)
 
 
-def _entropy(states: mx.array, head: mx.array, wanted: mx.array, counting: mx.array) -> mx.array:
-    logits = (states.astype(head.dtype) @ head.T).astype(mx.float32)
-    each = nn.losses.cross_entropy(logits, wanted)
-    return (each * counting).sum()
+def _log_sums(states: mx.array, head: mx.array, weights: mx.array) -> mx.array:
+    """Returns the weighted sum of log-sum-exp of the logits of ``states`` (rows, hidden); ``weights`` (rows,).
 
-
-def loss(net: Network, batch: dict[str, Any], table: mx.array, head: mx.array, first: int, depth: int) -> mx.array:
-    """Returns the mean cross-entropy of the model's own tokens, of deeper guesses less (by .9 for each).
-
-    ``batch``: ``tokens`` and ``states`` as in ``guesses``, and ``counts`` (texts, length): 1 for tokens that count.
+    Its gradient is made along with it, piece by piece, so that only a piece's logits are in memory.
     """
-    tokens, counts = batch["tokens"], batch["counts"]
+    fixed, rows = mx.stop_gradient(states), max(1, PIECE // head.shape[0])
+    total, pulls = mx.array(0.0), list[mx.array]()
+    for at in range(0, fixed.shape[0], rows):
+        logits = matmul(fixed[at : at + rows].astype(head.dtype), head.T).astype(mx.float32)
+        sums, part = mx.logsumexp(logits, axis=-1, keepdims=True), weights[at : at + rows, None]
+        total = total + (sums * part).sum()
+        pulls.append(matmul(mx.exp(logits - sums).astype(head.dtype), head) * part)
+    linear = (states * mx.stop_gradient(mx.concatenate(pulls))).sum()
+    return mx.stop_gradient(total - linear) + linear
+
+
+def loss(net: Network, batch: dict[str, Any], table: mx.array, head: mx.array, depth: int) -> mx.array:
+    """Returns the mean cross-entropy to the model's own predictions, of deeper guesses less (by .9 for each).
+
+    ``batch``: ``tokens`` and ``states`` as in ``guesses``; ``likely`` and ``chances`` (texts, length - 1, n): the
+    model's likeliest next tokens and their probabilities, which add up to 1; ``counts`` (texts, length): 1 for tokens
+    that count.
+    """
+    likely, chances, counts = batch["likely"], batch["chances"], batch["counts"]
+    # Of the logits' weighted sum, all that depends on the head.
+    aim = mx.array(0.0)
+    for n in range(likely.shape[-1]):
+        aim = aim + head[likely[..., n]] * chances[..., n : n + 1]
     total = weight = mx.array(0.0)
-    for n, states in enumerate(net.guesses(tokens, batch["states"], table, head, first, depth, own=False)):
-        wanted, counting = tokens[:, first + 2 + n :], counts[:, first + 2 + n :]
-
-        def entropy(states: mx.array, wanted: mx.array = wanted, counting: mx.array = counting) -> mx.array:
-            return _entropy(states, head, wanted, counting)
-
-        # Logits are computed again for the gradient: those of all guesses at once would not fit.
-        total = total + 0.9**n * mx.checkpoint(entropy)(states[:, : wanted.shape[1]])
+    for n, states in enumerate(net.guesses(batch["tokens"], batch["states"], table, head, 0, depth, own=False)):
+        counting, wanted = counts[:, n + 2 :], aim[:, n + 1 :]
+        states = states[:, : wanted.shape[1]]
+        sums = _log_sums(states.reshape(-1, states.shape[-1]), head, counting.reshape(-1))
+        total = total + 0.9**n * (sums - ((states * wanted).sum(axis=-1) * counting).sum())
         weight = weight + 0.9**n * counting.sum()
     return total / mx.maximum(weight, 1.0)
 

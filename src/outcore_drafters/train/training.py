@@ -22,9 +22,9 @@ from .collect import Shards
 from .network import Network, accepted, loss
 
 # Guesses that are trained for each place, and counted in "tokens a pass".
-DEPTH, TRIED = 6, 12
+DEPTH, TRIED = 5, 12
 
-# One in so many texts is held out.
+# One in so many files is held out.
 HELD_OUT = 20
 
 # The rate rises over so many steps, then falls along a cosine to this share of its highest value.
@@ -51,8 +51,8 @@ class Trainer:
 
     Args:
         table, head: as in ``Network.guesses``.
-        first: the first place that is trained, as in ``Network.guesses``.
-        ends: tokens after which a text does not count.
+        prompt: tokens of each text's prompt.
+        ends: tokens after which a continuation does not count.
         rows: texts in a step.
         seconds: the longest time, over all runs of this training.
         folder: for what a resumed training needs.
@@ -63,13 +63,13 @@ class Trainer:
     """
 
     def __init__(
-        self, net: Network, table: mx.array, head: mx.array, shards: Shards, *, first: int, ends: list[int], rows: int,
+        self, net: Network, table: mx.array, head: mx.array, shards: Shards, *, prompt: int, ends: list[int], rows: int,
         seconds: float, folder: Path, seed: int, rate: float = 1e-3, every: float | None = None,
         report: Callable[[Progress, dict[str, float]], None] = lambda *_: None,
         step_done: Callable[[Progress], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.net, self._table, self._head, self._shards = net, table, head, shards
-        self._first, self._ends, self._rows, self._seconds = first, ends, rows, seconds
+        self._prompt, self._ends, self._rows, self._seconds = prompt, ends, rows, seconds
         self._folder, self._seed, self._rate, self._report, self._step_done = folder, seed, rate, report, step_done
         self.written = 0
         self._every = seconds / 20 if every is None else every
@@ -107,7 +107,7 @@ class Trainer:
 
     def _step(self, batch: dict[str, mx.array]) -> mx.array:
         def measured(batch: dict[str, mx.array]) -> mx.array:
-            return loss(self.net, batch, self._table, self._head, self._first, DEPTH)
+            return loss(self.net, batch, self._table, self._head, DEPTH)
 
         value, gradients = nn.value_and_grad(self.net, measured)(batch)
         gradients, _ = optim.clip_grad_norm(gradients, 1.0)
@@ -122,13 +122,12 @@ class Trainer:
         return self._prepared({key: a[mx.array(rows)] for key, a in loaded.items()})
 
     def _shard_of(self, step: int) -> tuple[int, np.ndarray[Any, Any]]:
-        texts = self._loaded(0)["tokens"].shape[0]
-        each = max(1, (texts - math.ceil(texts / HELD_OUT)) // self._rows)
-        turn, place = divmod(step, each)
-        round_, nth = divmod(turn, self._shards.count)
-        order = np.random.default_rng([self._seed, round_]).permutation(self._shards.count)
-        shard = int(order[nth])
-        rows = np.random.default_rng([self._seed, round_, shard]).permutation(np.flatnonzero(~_held(texts)))
+        trained = [n for n in range(self._shards.count) if not _held(n)]
+        texts = self._loaded(trained[0])["tokens"].shape[0]
+        turn, place = divmod(step, max(1, texts // self._rows))
+        round_, nth = divmod(turn, len(trained))
+        shard = int(np.random.default_rng([self._seed, round_]).permutation(trained)[nth])
+        rows = np.random.default_rng([self._seed, round_, shard]).permutation(texts)
         return shard, rows[place * self._rows : (place + 1) * self._rows]
 
     def _loaded(self, shard: int) -> dict[str, mx.array]:
@@ -137,14 +136,15 @@ class Trainer:
         return self._now[1]
 
     def _prepared(self, part: dict[str, mx.array]) -> dict[str, mx.array]:
-        tokens = part["tokens"]
+        tokens, begin = part["tokens"], self._prompt + 1
         ended = mx.zeros(tokens.shape, mx.bool_)
         for end in self._ends:
             ended = ended | (tokens == end)
-        # A text counts up to its first end of text, from the prompt's end on.
-        after = mx.cumsum(ended[:, self._first + 2 :].astype(mx.int32), axis=1) - ended[:, self._first + 2 :]
-        counts = mx.concatenate([mx.zeros((tokens.shape[0], self._first + 2)), (after == 0).astype(mx.float32)], axis=1)
-        return {"tokens": tokens, "states": part["states"].astype(mx.float32), "counts": counts}
+        # A continuation counts up to its first end of text.
+        after = mx.cumsum(ended[:, begin:].astype(mx.int32), axis=1) - ended[:, begin:]
+        counts = mx.concatenate([mx.ones((tokens.shape[0], begin)), (after == 0).astype(mx.float32)], axis=1)
+        exact = {key: part[key].astype(mx.float32) for key in ("states", "chances") if key in part}
+        return part | exact | {"counts": counts}
 
     def _judge(self) -> None:
         p = self.progress
@@ -161,13 +161,13 @@ class Trainer:
         """Returns how many tokens a verifying pass gives on held-out texts, counted as when drafting: after each pass
         the next begins with the first token that was not guessed."""
         passes = made = 0
-        for shard in range(self._shards.count):
+        for shard in filter(_held, range(self._shards.count)):
             loaded = self._shards.load(shard)
-            held = np.flatnonzero(_held(loaded["tokens"].shape[0]))
-            for at in range(0, len(held), 8):
-                batch = self._prepared({key: a[mx.array(held[at : at + 8])] for key, a in loaded.items()})
-                right = np.array(accepted(self.net, batch, self._table, self._head, self._first, TRIED))
-                last = np.array(batch["counts"].sum(axis=1)).astype(int)
+            for at in range(0, loaded["tokens"].shape[0], 8):
+                batch = self._prepared({key: loaded[key][at : at + 8] for key in ("tokens", "states")})
+                first = self._prompt - 1
+                right = np.array(accepted(self.net, batch, self._table, self._head, first, TRIED))
+                last = np.array(batch["counts"][:, first + 2 :].sum(axis=1)).astype(int)
                 for row, places in zip(right, last, strict=True):
                     place = 0
                     while place < places:
@@ -210,6 +210,5 @@ class Trainer:
             self.progress = Progress(**json.loads(meta["progress"]))
 
 
-def _held(texts: int) -> np.ndarray[Any, Any]:
-    """Returns bool (texts,): which are held out, at least one."""
-    return np.arange(texts) % HELD_OUT == 0
+def _held(file: int) -> bool:
+    return file % HELD_OUT == 0
