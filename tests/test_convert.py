@@ -192,6 +192,16 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(ours.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 8, 1000))
         refused(StoreSpaceError, "needs .* more, but only 1.00 KB are free", lambda: convert(folder, output))
+    with ours._begun(ours.open_checkpoint(folder), output, Settings()) as work:
+        at_work = content(tmp_path)
+        with pytest.raises(StoreError, match="another process converts into it"):
+            convert(folder, output)
+        assert content(tmp_path) == at_work and (work / ours.STATE).exists()
+        work.rename(output)  # it has its name, and that is not known to be on the disk
+        with pytest.raises(StoreError, match="another process converts into it"):
+            convert(folder, output)
+        assert (output / ours.STATE).exists()
+        shutil.rmtree(output)
     (folder / "tokenizer.json").write_text("{}")
     before = content(tmp_path)
     refused(CheckpointError, "tokenizer cannot be loaded", lambda: convert(folder, output))

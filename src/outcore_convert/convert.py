@@ -108,15 +108,17 @@ def _begun(checkpoint: Checkpoint, output: Path, settings: Settings) -> Iterator
     by = [version("mlx"), mlx_lm.__version__, device_kind()]
     key = hashlib.sha256(json.dumps([identity_of(checkpoint), asdict(settings), *by]).encode()).hexdigest()
     work, other = output.with_name(output.name + PARTIAL), "delete it, or give another folder with --output"
-    if _state(output).get("key") == key:
-        output.rename(work)
-    if output.exists() or output.is_symlink():
-        raise StoreError(f"{output}: is there already; {other}")
-    work.mkdir(parents=True, exist_ok=True)
-    fd = os.open(work, os.O_RDONLY)
+    begun, mine = output if _state(output).get("key") == key else work, False
+    if begun is work:
+        _check_new(output, other)
+        work.mkdir(parents=True, exist_ok=True)
+    fd = os.open(begun, os.O_RDONLY)
     try:
-        if not lock_descriptor(fd, blocking=False):
+        if not (mine := lock_descriptor(fd, blocking=False)):
             raise StoreError(f"{work}: another process converts into it; wait for it, or give another --output")
+        if begun is output and _state(output):
+            output.rename(work)
+        _check_new(output, other)  # another process may have finished it
         (work / (STATE + PARTIAL)).unlink(missing_ok=True)
         if not (found := _state(work)):
             if any(work.iterdir()):
@@ -126,10 +128,15 @@ def _begun(checkpoint: Checkpoint, output: Path, settings: Settings) -> Iterator
             raise StoreError(f"{work}: begun for another model, with other flags or by other versions; {other}")
         yield work
     finally:
-        if work.exists() and {path.name for path in work.iterdir()} == {STATE}:  # refused
+        if mine and work.exists() and {path.name for path in work.iterdir()} == {STATE}:  # refused
             (work / STATE).unlink()
             work.rmdir()
         os.close(fd)
+
+
+def _check_new(output: Path, other: str) -> None:
+    if output.exists() or output.is_symlink():
+        raise StoreError(f"{output}: is there already; {other}")
 
 
 def _state(work: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from outcore.errors import CheckpointError, UnsupportedModelError, UsageError
 from outcore.machine.random_state import random_state_kept
 from outcore.machine.small_files import CONFIG_BYTES, parse_json, read_small
-from outcore.text import one_line
+from outcore.text import one_line, shortened
 from outcore_drafts.mtp.layouts import tensors_in
 
 from .drafter import BlockDrafter, Config, DraftedModel
@@ -109,27 +109,19 @@ def open_drafter(
             return kind.made(config, {name: a.shape for name, a in weights.items()}, model), weights
 
     network, weights = _understood(folder, kind, made)
-    if max(network.taps) >= (model.layers or 0):
-        raise UsageError(
-            f"{folder}: a drafter for another model: it reads layer {max(network.taps)}, and this one's last is "
-            f"{(model.layers or 0) - 1}; give one that was made for it"
-        )
+    _check_layers(folder, network, model.layers or 0)
     stored: Mapping[str, Any] = config.get("quantization") or {"group_size": 64, "bits": 4}
-    nn.quantize(
-        network,
-        stored["group_size"],
-        stored["bits"],
-        mode=stored.get("mode", "affine"),
-        class_predicate=lambda path, module: hasattr(module, "to_quantized") and f"{path}.scales" in weights,
-    )
+
+    def quantized(path: str, module: nn.Module) -> bool:
+        return hasattr(module, "to_quantized") and f"{path}.scales" in weights
+
+    def quantize() -> None:
+        how = {"mode": stored.get("mode", "affine"), "class_predicate": quantized}
+        nn.quantize(network, stored["group_size"], stored["bits"], **how)
+
+    _understood(folder, kind, quantize)
     wanted = dict(tree_flatten(network.parameters()))
-    if missing := wanted.keys() - weights.keys():
-        raise CheckpointError(f"{folder}: tensor {min(missing)} is missing; download the drafter again")
-    if wrong := [name for name, a in wanted.items() if a.shape != weights[name].shape]:
-        raise CheckpointError(
-            f"{folder}: tensor {wrong[0]} has the shape {weights[wrong[0]].shape}, not {wanted[wrong[0]].shape} as its "
-            "config says; download the drafter again"
-        )
+    _check_tensors(folder, wanted, weights)
     network.load_weights([(name, weights[name]) for name in wanted])
 
     def cast(path: str, a: mx.array) -> mx.array:
@@ -140,7 +132,60 @@ def open_drafter(
     if bits is not None:
         nn.quantize(network, GROUPS[0], bits, class_predicate=lambda _, module: _quantized(module, bits))
     network.eval()
+    _understood(folder, kind, lambda: _rehearse(network, model))
     return network
+
+
+def _check_layers(folder: Path, network: BlockDrafter, layers: int) -> None:
+    taps = network.taps
+    if not taps or len(set(taps)) < len(taps) or not all(type(n) is int and n >= 0 for n in taps):
+        raise UnsupportedModelError(
+            f"{folder}: its config names the layers {shortened(str(list(taps)))}, which have no meaning"
+        )
+    if max(taps) >= layers:
+        raise UsageError(
+            f"{folder}: a drafter for another model: it reads layer {max(taps)}, and this one's last is {layers - 1}; "
+            "give one that was made for it"
+        )
+
+
+def _check_tensors(folder: Path, wanted: Mapping[str, mx.array], weights: Mapping[str, mx.array]) -> None:
+    if missing := wanted.keys() - weights.keys():
+        raise CheckpointError(f"{folder}: tensor {min(missing)} is missing; download the drafter again")
+    for name, a in wanted.items():
+        found, floating = weights[name], mx.issubdtype(a.dtype, mx.floating)
+        if found.shape != a.shape:
+            raise CheckpointError(
+                f"{folder}: tensor {name} has the shape {found.shape}, not {a.shape} as its config says; download the "
+                "drafter again"
+            )
+        if floating != mx.issubdtype(found.dtype, mx.floating) or (not floating and found.dtype != a.dtype):
+            raise CheckpointError(f"{folder}: tensor {name} has numbers of another kind, {found.dtype}")
+
+
+class _Nothing:
+    """A model's parts that are never computed."""
+
+    def __init__(self, model: DraftedModel) -> None:
+        self._hidden, self._vocabulary = model.hidden or 0, model.vocabulary or 0
+
+    def embedded(self, ids: mx.array) -> mx.array:
+        return mx.zeros((1, ids.size, self._hidden))
+
+    def logits(self, states: mx.array) -> mx.array:
+        if states.shape[-1] != self._hidden:
+            raise ValueError(f"states of {states.shape[-1]} for a head of {self._hidden}")
+        return mx.zeros((*states.shape[:-1], self._vocabulary))
+
+
+def _rehearse(network: BlockDrafter, model: DraftedModel) -> None:
+    """Drafts two tokens without computing them: MLX refuses what does not fit, and nothing is read but ``d2t``."""
+    network.check()
+    text = network.text(_Nothing(model))
+    text.begin(mx.zeros((1, 2, len(network.taps) * (model.hidden or 0))), mx.zeros(2, mx.int32))
+    for drafted in ([], [0]):
+        text.logits(drafted)
+    text.cut()
 
 
 def _quantized(module: nn.Module, bits: int) -> bool | dict[str, int]:
@@ -154,5 +199,5 @@ def _quantized(module: nn.Module, bits: int) -> bool | dict[str, int]:
 def _understood(folder: Path, kind: type[BlockDrafter], make: Callable[[], T]) -> T:
     try:
         return make()
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError, ZeroDivisionError) as e:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         raise UnsupportedModelError(f"{folder}: its {kind.kind} drafter cannot be made: {one_line(repr(e))}") from e

@@ -18,7 +18,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import initialize_rope
 
-from .drafter import BlockDrafter, Config, DraftedModel, Shared
+from .drafter import MOST_LAYERS, MOST_ROWS, BlockDrafter, Config, DraftedModel, Shared
 
 SLIDING = "sliding_attention"
 # Names in the config of drafters that are built differently.
@@ -74,6 +74,8 @@ class Shape:
     def of(cls, config: Config, eps: float) -> Shape:
         count, heads = required(config, "num_hidden_layers"), required(config, "num_attention_heads")
         hidden, window = required(config, "hidden_size"), setting(config, "swa_window_size")
+        if not 0 < count <= MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers is {count}")
         types = config.get("layer_types") or ["full_attention"] * count
         window = config.get("sliding_window") if window is None else window
         if len(types) != count:
@@ -229,8 +231,10 @@ class DFlash(BlockDrafter):
         self.taps = tuple(required(config, "target_layer_ids"))
         self._mask = _mask_token(config)
         self.rows = self.block_tokens(config) - 1
-        if self.rows < 1 or not self.taps or list(self.taps) != sorted(set(self.taps)):
+        if not 0 < self.rows <= MOST_ROWS or list(self.taps) != sorted(set(self.taps)):
             raise ValueError("its block_size or target_layer_ids have no meaning")
+        if not 0 <= self._mask < (target.vocabulary or 0):
+            raise ValueError(f"mask_token_id is {self._mask}, of {target.vocabulary} tokens")
         # A block's logits are kept until the text goes on.
         self.growing = (*self._shape.growing(), (2 * (target.vocabulary or 0), self.rows))
         self.fc = nn.Linear(len(self.taps) * (target.hidden or self._shape.hidden), self._shape.hidden, bias=False)

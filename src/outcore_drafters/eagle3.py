@@ -12,11 +12,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import initialize_rope
 
-from .drafter import BlockDrafter, Config, DraftedModel, Shared
+from .drafter import MOST_LAYERS, BlockDrafter, Config, DraftedModel, Shared
 
 # SpecForge's name for the first layer.
 MIDDLE = "midlayer."
@@ -103,8 +104,10 @@ class Eagle3(BlockDrafter):
         if config.get("norm_before_fc", False):
             self.input_norm = nn.RMSNorm(width, eps)
         self.fc = nn.Linear(width, hidden, bias=False)
-        residual = bool(config.get("norm_before_residual", False))
-        self.layers = [Layer(inner, n == 0, residual) for n in range(inner.get("num_hidden_layers", 1))]
+        residual, count = bool(config.get("norm_before_residual", False)), inner.get("num_hidden_layers", 1)
+        if not 0 < count <= MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers is {count}")
+        self.layers = [Layer(inner, n == 0, residual) for n in range(count)]
         self.norm = nn.RMSNorm(hidden, eps)
         known = config.get("draft_vocab_size") or self._vocabulary
         if own_head:
@@ -152,6 +155,12 @@ class Eagle3(BlockDrafter):
             name = f"layers.0.{name.removeprefix(MIDDLE)}" if name.startswith(MIDDLE) else name
             made[name] = a.astype(mx.int32) if name == "d2t" else a
         return made
+
+    def check(self) -> None:
+        if "d2t" in self:
+            known = np.arange(self.d2t.size) + np.array(self.d2t)
+            if known.min() < 0 or known.max() >= self._vocabulary:
+                raise ValueError(f"d2t names tokens that are not among the model's {self._vocabulary}")
 
     def text(self, shared: Shared) -> EagleText:
         return EagleText(self, shared)
