@@ -35,6 +35,7 @@ WITH_RANKS = {
     "test_combinations",
     "test_launch_models",
     "test_leading",
+    "test_rank_drafters",
     "test_rank_drafts",
     "test_rank_folders",
     "test_ranks",

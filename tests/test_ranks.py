@@ -54,17 +54,6 @@ def test_a_text_and_its_logits_are_those_of_one_rank(model_type: str, two: RankP
         assert did["layers"] and other["layers"] and did["misses"] == other["misses"] == 0
 
 
-def test_layers_that_follow_each_other_on_three_ranks(llama: Path) -> None:
-    expected, _ = rank_work.text(None, llama, TOKENS)
-    three = RankProcesses(3)
-    try:
-        found = three.run(rank_work.with_options, llama, TOKENS, {"in_turn": False, "resident": 0})
-        assert found[0][0] == expected
-        assert sum(did["layers"] for _, did in found) == 4
-    finally:
-        three.close()
-
-
 def test_what_a_rank_holds_is_its_own(two: RankProcesses, llama: Path) -> None:
     """Neither weights nor keys of others' layers are in memory, and their caches count tokens all the same."""
     weights, caches, tokens = rank_work.held(rank_work.Alone(), llama)  # type: ignore[arg-type]

@@ -199,7 +199,6 @@ def test_an_answer_under_way_ends_well_before_all_do(spoken: Path) -> None:
     [
         (["--model", "another"], "one model over several machines"),
         (["--prefix-cache", "1GB"], "prefix_cache: does not work over several machines"),
-        (["--draft", "mtp"], "draft mtp: does not work over several machines"),
     ],
 )
 def test_what_is_not_shared_is_refused(more: list[str], why: str) -> None:

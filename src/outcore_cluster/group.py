@@ -10,7 +10,6 @@ from pathlib import Path
 
 from outcore.checkpoint.find_model import resolve_model
 from outcore.decode.preparation import Preparation, draft_kind
-from outcore.decode.speculative.sources import OWN, draft_source, parse_draft
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import UsageError, called
 from outcore.options import LoadOptions
@@ -62,11 +61,6 @@ class RankGroup:
     def options(self, o: LoadOptions) -> LoadOptions:
         """Returns ``o`` without features that do not work over several machines. Raises ``UsageError`` if one was
         requested."""
-        kind, _ = parse_draft(o.draft)
-        if kind not in OWN and not draft_source(kind).over_ranks:
-            raise UsageError(
-                f"{called('draft')} {o.draft}: does not work over several machines; ngram, self:BITS or a model does"
-            )
         if o.kv_disk == "on":
             raise UsageError(f"{called('kv_disk')} on: does not work over several machines; leave it out")
         if o.exact_batch:

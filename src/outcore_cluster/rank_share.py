@@ -41,6 +41,7 @@ class RankShare:
         layers: all layers of the model. ``heads``: tables that only logits need, which rank 0 alone uses.
         eager: whether the model evaluates arrays in its forward pass.
         filled: whether rank 0 fills its caches of other ranks' layers, too (``PipelineStage.fill``).
+        read: layers whose outputs the draft on rank 0 reads (``Draft.reads``).
         forecast: the prediction for all ranks, made when the model was loaded.
     """
 
@@ -51,6 +52,7 @@ class RankShare:
     heads: tuple[Table, ...]
     eager: bool
     filled: bool = False
+    read: tuple[int, ...] = ()
     forecast: RanksPlan | None = None
 
     def own(self, layer: int) -> bool:
@@ -66,7 +68,7 @@ class RankShare:
     def sent(self) -> tuple[int, ...]:
         """Bytes per token that each layer sends to other ranks, in the order of calls."""
         nbytes = dict.fromkeys(self.cuts.order, 0)
-        for layer, n in {(layer, n) for layer, n, _ in crossings(self.cuts, self.owners)}:
+        for layer, n in {(layer, n) for layer, n, _ in crossings(self.cuts, self.owners, read=self.read)}:
             if (shape := self.cuts.calls[layer].leaves[n]) is not None:
                 nbytes[layer] += math.prod(shape.of(1, 1)) * shape.dtype.size
         return tuple(nbytes[layer] for layer in self.cuts.order)
@@ -93,13 +95,19 @@ def cuts_of(profile: ModelProfile) -> Cuts:
 
 
 def share_out(
-    profile: ModelProfile, cuts: Cuts, link: Link, owners: Sequence[int], *, filled: bool = False
+    profile: ModelProfile,
+    cuts: Cuts,
+    link: Link,
+    owners: Sequence[int],
+    *,
+    filled: bool = False,
+    read: Sequence[int] = (),
 ) -> ModelProfile:
     """Returns this rank's profile of a model. ``owners``: the rank of each layer in the order of calls."""
     by_layer = dict(zip(cuts.order, owners, strict=True))
     heads = tuple(t for t in profile.tables if t.multiplied and t.head)
     ranks = tuple(by_layer[i] for i in range(len(profile.layers)))
-    share = RankShare(link, cuts, ranks, profile.layers, heads, profile.trace.evaluates, filled)
+    share = RankShare(link, cuts, ranks, profile.layers, heads, profile.trace.evaluates, filled, tuple(read))
     own = [i for i in range(len(profile.layers)) if share.own(i)]
     tables = profile.tables
     if link.rank:  # only rank 0 multiplies by heads
@@ -135,11 +143,13 @@ def _size(profile: ModelProfile, share: RankShare, own: Sequence[int], tables: S
     left = sum(_outside_bytes(profile, share.layers[i]) for i in range(len(share.layers)) if i not in mine)
     if share.link.rank:
         left += sum(resident_bytes(t) for t in share.heads if not t.looked_up)
+    # What a draft reads: rank 0 receives that of other ranks' layers, and they send it.
+    read = sum(share.own(i) == bool(share.link.rank) for i in share.read)
     return replace(
         size,
         layers=tuple(size.layers[i] for i in own),
         non_layer=size.non_layer - left,
-        hidden=(1 + BUFFERS) * size.hidden,
+        hidden=(1 + BUFFERS + read) * size.hidden,
         cache=states + held_bytes(growing, size.context),
         growing=growing,
         fixed=max((c.fixed for c in caches if c.growing is None), default=0),

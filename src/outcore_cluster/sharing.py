@@ -2,7 +2,8 @@
 
 Rank 0 drafts for all ranks and sends them its drafts. A draft model that is a copy of the model continues from the
 model's own caches, but each rank has only the caches of its own layers. So rank 0 calls the copies of other ranks'
-layers to fill their caches (``PipelineStage.fill``). Another draft model has caches of its own.
+layers to fill their caches (``PipelineStage.fill``). Another draft model has caches of its own. To a drafter that reads
+layers' outputs (``Draft.reads``) the other ranks send them, as they do to the rank of the next layer.
 
 First, ranks check by digests that their copies of the model have the same weights, in whatever form these are stored:
 some bytes of each parameter, and of packed copies the checksums of whole files.
@@ -13,8 +14,8 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -70,9 +71,9 @@ def shared_out(
     gathered = link.gather(json.dumps(asdict(_means(profile, link, budget, calibration, o.resident))).encode())
     others = [RankMeans(**json.loads(each)) for each in gathered[1:]]
 
-    def owners(draft: Draft | None) -> tuple[int, ...]:
-        # Only rank 0 has the draft in its memory.
-        left = budget - (draft.weights + draft.cache if draft is not None else 0)
+    def owners(draft: Draft | None, kept: int) -> tuple[int, ...]:
+        # Only rank 0 has the draft in its memory, and what else is kept for it.
+        left = budget - kept - (draft.weights + draft.cache if draft is not None else 0)
         if is_filled(draft):
             left -= profile.size.cache - profile.size.cache // link.size
         means = [_means(profile, link, left, calibration, o.resident), *others]
@@ -89,23 +90,33 @@ def shared_out(
         draft = None if found["draft"] is None else Draft(NGRAM, found["draft"])
     else:
         try:
-            _, draft = with_draft(*draft_kind(o), profile, Opening(folder, o, known))
-            mine = owners(draft)
-            name = None if draft is None else draft.name
-            by_layer = dict(zip(cuts.order, mine, strict=True))
-            if is_filled(draft) and (profile.trace.evaluates or not fillable(cuts, by_layer)):
-                raise UsageError(
-                    f"{called('draft')} {name}: a copy of this model cannot draft over several machines; give ngram "
-                    "or another model"
-                )
-            found = {"owners": mine, "filled": is_filled(draft), "draft": name}
+            drafted, draft = with_draft(*draft_kind(o), profile, Opening(folder, o, known))
+            mine = owners(draft, drafted.size.rest - profile.size.rest)
+            profile = replace(profile, size=replace(profile.size, rest=drafted.size.rest))
+            check_sendable(draft, profile, cuts, dict(zip(cuts.order, mine, strict=True)))
+            found = {"owners": mine, "filled": is_filled(draft), "draft": None if draft is None else draft.name}
+            found["read"] = [] if draft is None else draft.reads
         except OutcoreError as e:
             # The message names rank 0, so that a launcher does not repeat it for each rank.
             who = f"rank 0 ({ranks.host})" if ranks.host else "rank 0"
             link.agree(json.dumps({"refused": f"{who}: {e}"}).encode())
             raise
         link.agree(json.dumps(found).encode())
-    return SharedModel(share_out(profile, cuts, link, tuple(found["owners"]), filled=found["filled"]), draft)
+    how = {"filled": found["filled"], "read": found["read"]}
+    return SharedModel(share_out(profile, cuts, link, tuple(found["owners"]), **how), draft)
+
+
+def check_sendable(draft: Draft | None, profile: ModelProfile, cuts: Cuts, owners: Mapping[int, int]) -> None:
+    """Raises ``UsageError`` if what the draft needs of other ranks' layers cannot be sent. ``owners``: by layer."""
+    if draft is None:
+        return
+    if is_filled(draft) and (profile.trace.evaluates or not fillable(cuts, owners)):
+        why = "a copy of this model cannot draft over several machines"
+    elif any(n < 0 or (owners[n] and cuts.calls[n].leaves[:1] in ((), (None,))) for n in draft.reads):
+        why = "it reads states of this model that cannot be sent to another machine"
+    else:
+        return
+    raise UsageError(f"{called('draft')} {draft.name}: {why}; give ngram or another model")
 
 
 def is_filled(draft: Draft | None) -> bool:

@@ -24,7 +24,7 @@ from outcore.engine.seams import PassRecorder
 from outcore.engine.streamed_layers import no_product
 from outcore.engine.undo import Moved, Undo
 from outcore.errors import LinkError
-from outcore.modules.hooks import caches_in, handle, handles, swap, unswap
+from outcore.modules.hooks import TAP, caches_in, handle, handles, swap, unswap
 
 from .cuts import Cuts, LayerCall, Shape, filled
 from .foreign import advance
@@ -59,14 +59,14 @@ class PipelineStage:
         self._pending: list[Incoming] = []
         self._wanted: defaultdict[int, set[int]] = defaultdict(set)
         self._sent: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
-        for layer, n, user in crossings(share.cuts, share.owners, share.filled):
+        for layer, n, user in crossings(share.cuts, share.owners, share.filled, share.read):
             if user == self.link.rank:
                 self._wanted[layer].add(n)
             if share.own(layer):
                 self._sent[layer].setdefault(n, []).append(user)
         self._copies: Mapping[int, nn.Module] = {}
         self._numbers = {id(share.layers[i].module): i for i in share.cuts.order if share.own(i)}
-        self._reused = reusable(share.cuts)
+        self._reused = reusable(share.cuts) - {*share.read}
 
     @property
     def eager(self) -> bool:
@@ -122,7 +122,7 @@ class PipelineStage:
     def _foreign(self, layer: int, call: LayerCall) -> Callable[..., Any]:
         assert call.sized_by is not None
         place, batch_at, tokens_at = call.sized_by
-        wanted = self._wanted[layer]
+        wanted, tap = self._wanted[layer], self._share.layers[layer].module.__dict__.get(TAP)
 
         def foreign(_: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             sized = args[place] if isinstance(place, int) else kwargs[place]
@@ -144,7 +144,10 @@ class PipelineStage:
                 into.append(bytes_of(buffer))
             if into:
                 self._expect(Incoming(self.link, self._share.owners[layer], into, self.metrics))
-            return filled(call.outputs, iter(arrays))
+            out = filled(call.outputs, iter(arrays))
+            if tap is not None:
+                tap(out)
+            return out
 
         return foreign
 
@@ -289,11 +292,15 @@ def fillable(cuts: Cuts, owners: Mapping[int, int]) -> bool:
     return all(owners[layer] == 0 or cuts.calls[layer].leaves[n] is not None for layer, n in used)
 
 
-def crossings(cuts: Cuts, owners: Sequence[int], filled: bool = False) -> list[tuple[int, int, int]]:
+def crossings(
+    cuts: Cuts, owners: Sequence[int], filled: bool = False, read: Sequence[int] = ()
+) -> list[tuple[int, int, int]]:
     """Returns the outputs that one rank needs from another, sorted: layer, number of the output, receiving rank. If
-    ``filled``, rank 0 also needs the inputs of all layers that write to caches."""
+    ``filled``, rank 0 also needs the inputs of all layers that write to caches; the first outputs of layers ``read``
+    by its draft it always needs."""
     uses = [(owners[i], call.uses) for i, call in cuts.calls.items()] + [(0, cuts.results)]
     uses += [(0, call.uses) for call in cuts.calls.values() if filled and call.advances]
+    uses += [(0, frozenset((layer, 0) for layer in read))]
     return sorted({(layer, n, user) for user, leaves in uses for layer, n in leaves if owners[layer] != user})
 
 

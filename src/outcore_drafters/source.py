@@ -44,7 +44,7 @@ BITS = (2, 3, 4, 6, 8)
 
 
 class Drafters(DraftSource):
-    kind, usage, over_ranks, quantizes = DRAFTER, "drafter:FOLDER", False, True
+    kind, usage, quantizes = DRAFTER, "drafter:FOLDER", True
 
     def takes(self, asked: str) -> bool:
         try:
@@ -70,7 +70,8 @@ class Drafters(DraftSource):
         arrays = [a for _, a in tree_flatten(network.parameters())]
         item = max(a.dtype.size for a in arrays if mx.issubdtype(a.dtype, mx.floating))
         growing = tuple((each * item // 2, most) for each, most in network.growing)
-        size = profile.size
+        size, layers = profile.size, trunk(text_model(profile.lazy.model)).layers
+        numbers = {id(layer.module): n for n, layer in enumerate(profile.layers)}
         # Of a prompt's chunks that end in the window, all states are there until they are computed.
         tokens = WINDOW + min(size.prompt, o.prefill_step_size or MLX_LM_STEP)
         states = tokens * len(network.taps) * state_bytes(profile)
@@ -81,6 +82,7 @@ class Drafters(DraftSource):
             cache=held_bytes(growing, size.context),
             growing=growing,
             uses_head=network.borrows_head,
+            reads=tuple(numbers.get(id(layers[n]), -1) for n in network.taps),
             detail=(folder, states),
         )
 

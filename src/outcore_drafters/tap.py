@@ -10,23 +10,23 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outcore.modules.hooks import arrays_in, handle
+from outcore.modules.hooks import TAP, arrays_in, handle
 
 
 def _nothing() -> None: ...
 
 
 class Tapped:
-    """Base class before a layer's own class; shows the outputs of its calls to ``_outcore_tap``."""
+    """Base class before a layer's own class; shows the outputs of its calls to ``TAP``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        self.__dict__["_outcore_tap"](out)
+        self.__dict__[TAP](out)
         return out
 
 
 class LayerTaps:
-    """Records the outputs of layers. Does not change them.
+    """Records the outputs of layers. Does not change them. Those of another rank's layer are shown by its stand-in.
 
     Args:
         layers: in the order in which their outputs are joined. They must not be bound to a ring yet: streaming gives
@@ -44,7 +44,7 @@ class LayerTaps:
             cls = type(layer)
             names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
             layer.__class__ = type(cls.__name__, (Tapped, cls), names)
-            layer.__dict__["_outcore_tap"] = self._tap(n)
+            layer.__dict__[TAP] = self._tap(n)
 
     def _tap(self, n: int) -> Any:
         def tap(out: Any) -> None:

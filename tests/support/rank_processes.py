@@ -21,6 +21,9 @@ from outcore_cluster.link_protocol import Link
 JOB_S = 150.0
 """Seconds that a piece of work may take."""
 
+ENDED = b"ended   "
+"""What a rank sends when it has failed, as a link of sockets does."""
+
 
 class PipeLetters(Letters):
     """What one rank is sent by pipes; a thread for each peer reads, and one for each writes, when it comes to it."""
@@ -53,6 +56,8 @@ class PipeLetters(Letters):
         try:
             while True:
                 data = pipe.recv_bytes()
+                if data.startswith(ENDED):
+                    return self.end()
                 super().put(peer, rank, data[:8].decode().strip(), data[8:])
         except (EOFError, OSError):
             self.end()
@@ -95,6 +100,12 @@ class PipeLink(MemoryLink):
         arrival = _Filled(into)
         self._asked[source].put(arrival)
         return arrival
+
+    def fail(self, reason: str) -> None:
+        for to in range(self.size):
+            if to != self.rank:
+                self._pipes.queue(to, ENDED.decode().strip(), b"")
+        super().fail(reason)
 
     def _fill(self, source: int) -> None:
         while True:

@@ -319,6 +319,58 @@ def drafted(
     return text(link, folder, len(answer), how={"num_draft_tokens": 4}, begin=tell, draft="ngram", **options)
 
 
+def guessed(
+    link: Link | None, folder: Path, tokens: int, options: dict[str, Any]
+) -> tuple[list[tuple[int, str]], dict[str, Any], list[int | None]]:
+    """A text, what this rank did for it, and every token that its drafter with weights guessed."""
+    guesses: list[int | None] = []
+
+    def note(session: Any) -> None:
+        original = session.drafting.proposer
+
+        def proposer(*args: Any) -> Any:
+            made = original(*args)
+            if made is not None:
+                guess = made.guess
+
+                def noted(drafted: Sequence[int]) -> Guess | None:
+                    found: Guess | None = guess(drafted)
+                    guesses.append(None if found is None else found.token)
+                    return found
+
+                made.guess = noted
+            return made
+
+        session.drafting.proposer = proposer
+
+    found, did = text(link, folder, tokens, how={"num_draft_tokens": 4}, begin=note, **options)
+    return found, did, guesses
+
+
+def interrupted(
+    link: Link, folder: Path, tokens: int, options: dict[str, Any], rank: int
+) -> tuple[list[int], str, list[int]]:
+    """A text that Ctrl-C ends on one rank, in the middle of a pass: its tokens, what was raised, and how many tokens
+    the caller's caches hold afterwards."""
+    model, found = loaded(link, folder, **options), list[int]()
+    cache = make_prompt_cache(model)
+
+    def press() -> None:
+        raise KeyboardInterrupt
+
+    with model.outcore as session:
+        how: dict[str, Any] = {"prompt_cache": cache, "num_draft_tokens": 4, "prefill_step_size": 16}
+        try:
+            for r in outcore.stream_generate(model, TokensOnly(), PROMPT, tokens, **how):
+                found.append(r.token)
+                if link.rank == rank and len(found) == 4:
+                    session.streaming.after_unit.append(press)
+        except (KeyboardInterrupt, OutcoreError) as e:
+            link.fail("Ctrl-C")  # as the command does
+            return found, type(e).__name__, [c.offset for c in cache if hasattr(c, "offset")]
+    return found, "", []
+
+
 def digest(logprobs: mx.array) -> str:
     """Of all bits."""
     return hashlib.sha256(np.array(logprobs.astype(mx.float32)).tobytes()).hexdigest()[:16]

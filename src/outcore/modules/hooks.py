@@ -94,6 +94,10 @@ def unswap(module: nn.Module) -> None:
         module.__dict__.pop("_outcore_product", None)
 
 
+# Where a module keeps a function that sees the outputs of its calls, also of those that another rank computes.
+TAP = "_outcore_tap"
+
+
 def arrays_in(*values: Any) -> list[mx.array]:
     """Return every array in ``values``: in nested sequences and dictionaries, and in attributes of caches.
 

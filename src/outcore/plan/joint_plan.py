@@ -46,6 +46,7 @@ class Draft:
         uses_head: whether it drafts with the model's own head, which then stays in memory.
         copies_model: whether it is a copy of the model's layers that continues from the model's own caches. Then these
             stay in memory, and a guess takes as long as a token of the resident model.
+        reads: the numbers of the model's layers whose outputs it reads; -1: a module that is no layer with weights.
         chance: assumed chance that a guess is accepted, before any was observed.
         detail: private data of the package.
     """
@@ -58,6 +59,7 @@ class Draft:
     growing: tuple[tuple[int, int | None], ...] = ()
     uses_head: bool = False
     copies_model: bool = False
+    reads: tuple[int, ...] = ()
     chance: float = ASSUMED_CHANCE
     detail: Any = field(default=None, compare=False, repr=False)
 

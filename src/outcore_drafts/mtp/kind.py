@@ -30,7 +30,7 @@ from .proposer import MTP, MtpProposer
 
 
 class MtpHeads(DraftSource):
-    kind, usage, over_ranks = MTP, "mtp, mtp:FOLDER", False
+    kind, usage = MTP, "mtp, mtp:FOLDER"
 
     def parse(self, asked: str, argument: str | None) -> str | None:
         if argument == "":

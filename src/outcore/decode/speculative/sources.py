@@ -37,14 +37,12 @@ class DraftSource:
         kind: the word for ``--draft``; an argument may follow after a colon.
         usage: how ``--draft`` is written for this kind, for error messages.
         names_models: this kind takes a ``--draft`` that names no kind, as the name of a draft model.
-        over_ranks: can draft for a model that several machines share.
         quantizes: takes the option ``draft_bits``.
     """
 
     kind: str
     usage: str
     names_models = False
-    over_ranks = True
     quantizes = False
 
     def takes(self, asked: str) -> bool:
