@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -303,12 +304,24 @@ def test_the_loss_and_its_gradient_are_those_of_cross_entropy(
         assert mx.allclose(one, other, rtol=1e-3, atol=1e-5).item(), name
 
 
+def test_left_out_tokens_are_stood_for_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "SAMPLED", 4)
+    batch = {
+        "likely": mx.array([[[1, 2], [3, 4]]]), "chances": mx.array([[[0.9, 0.1], [0.999, 0.001]]]),
+        "tokens": mx.array([[1, 5, 5]]),
+    }  # fmt: skip
+    made = training._columns(batch, 20, 0)
+    assert sorted(made["columns"].tolist()[:4]) == [1, 2, 3, 5]
+    assert len(set(made["columns"].tolist())) == 8
+    assert made["offsets"].tolist() == pytest.approx([0] * 4 + [math.log(16 / 4)] * 4)
+
+
 def test_quantized_layers_multiply_by_numpy_while_texts_are_collected() -> None:
-    layer = nn.QuantizedLinear.from_linear(nn.Linear(64, 32), 32, 4)
+    layer, own = nn.QuantizedLinear.from_linear(nn.Linear(64, 32), 32, 4), mx.quantized_matmul
     x = mx.random.normal((3, 64))
     plain = layer(x)
     with products.fast_quantized(evaluated=True):
+        assert mx.quantized_matmul is not own
         assert mx.allclose(layer(x), plain, rtol=1e-3, atol=1e-3).item()
-        assert nn.QuantizedLinear.__call__.__module__ == products.__name__
     with products.fast_quantized(evaluated=False):  # streamed weights have not been read yet
-        assert nn.QuantizedLinear.__call__.__module__ != products.__name__
+        assert mx.quantized_matmul is own

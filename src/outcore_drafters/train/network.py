@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .products import Linear, matmul
+from .products import Linear, log_sums, matmul
 
 # Numbers of a piece of logits.
 PIECE = 16 << 20
@@ -156,18 +156,17 @@ def _likeliest(states: mx.array, head: mx.array) -> mx.array:
     return mx.argmax(matmul(states.astype(head.dtype), head.T), axis=-1)
 
 
-def _log_sums(states: mx.array, head: mx.array, weights: mx.array) -> mx.array:
-    """Returns the weighted sum of log-sum-exp of the logits of ``states`` (rows, hidden); ``weights`` (rows,).
+def _log_sums(states: mx.array, head: mx.array, offsets: mx.array, weights: mx.array) -> mx.array:
+    """Returns the sum of ``log_sums``, weighted by ``weights`` (rows,).
 
-    Its gradient is made along with it, piece by piece, so that only a piece's logits are in memory.
+    The gradient is made along with it, piece by piece, so that only a piece's logits are in memory.
     """
     fixed, rows = mx.stop_gradient(states), max(1, PIECE // head.shape[0])
     total, pulls = mx.array(0.0), list[mx.array]()
     for at in range(0, fixed.shape[0], rows):
-        logits = matmul(fixed[at : at + rows].astype(head.dtype), head.T).astype(mx.float32)
-        sums, part = mx.logsumexp(logits, axis=-1, keepdims=True), weights[at : at + rows, None]
-        total = total + (sums * part).sum()
-        pulls.append(matmul(mx.exp(logits - sums).astype(head.dtype), head) * part)
+        sums, pull = log_sums(fixed[at : at + rows], head, offsets)
+        total = total + (sums * weights[at : at + rows]).sum()
+        pulls.append(pull * weights[at : at + rows, None])
     linear = (states * mx.stop_gradient(mx.concatenate(pulls))).sum()
     return mx.stop_gradient(total - linear) + linear
 
@@ -177,18 +176,21 @@ def loss(net: Network, batch: dict[str, Any], table: mx.array, head: mx.array, d
 
     ``batch``: ``tokens`` and ``states`` as in ``guesses``; ``likely`` and ``chances`` (texts, length - 1, n): the
     model's likeliest next tokens and their probabilities, which add up to 1; ``counts`` (texts, length): 1 for tokens
-    that count.
+    that count. ``columns`` and ``offsets`` (m,), if there: the tokens of which probabilities are computed, and what is
+    added to their logits for those that are left out.
     """
     likely, chances, counts = batch["likely"], batch["chances"], batch["counts"]
     # Of the logits' weighted sum, all that depends on the head.
     aim = mx.array(0.0)
     for n in range(likely.shape[-1]):
         aim = aim + head[likely[..., n]] * chances[..., n : n + 1]
+    part = head[batch["columns"]] if "columns" in batch else head
+    offsets = batch.get("offsets", mx.zeros(head.shape[0]))
     total = weight = mx.array(0.0)
     for n, states in enumerate(net.guesses(batch["tokens"], batch["states"], table, head, 0, depth, own=False)):
         counting, wanted = counts[:, n + 2 :], aim[:, n + 1 :]
         states = states[:, : wanted.shape[1]]
-        sums = _log_sums(states.reshape(-1, states.shape[-1]), head, counting.reshape(-1))
+        sums = _log_sums(states.reshape(-1, states.shape[-1]), part, offsets, counting.reshape(-1))
         total = total + 0.9**n * (sums - ((states * wanted).sum(axis=-1) * counting).sum())
         weight = weight + 0.9**n * counting.sum()
     return total / mx.maximum(weight, 1.0)

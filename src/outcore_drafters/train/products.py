@@ -42,6 +42,26 @@ def _gradients(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array
     return _numpy(cotangent, b.swapaxes(-1, -2)), _numpy(a.swapaxes(-1, -2), cotangent)
 
 
+def log_sums(states: mx.array, head: mx.array, offsets: mx.array) -> tuple[mx.array, mx.array]:
+    """Returns the log-sum-exp (rows,) of the logits of ``states`` (rows, hidden), and its gradient (rows, hidden).
+
+    Args:
+        head: (tokens, hidden).
+        offsets: added to the logits, (tokens,).
+    """
+    if not on_cpu():
+        logits = (states.astype(head.dtype) @ head.T).astype(mx.float32) + offsets
+        sums = mx.logsumexp(logits, axis=-1, keepdims=True)
+        return sums[:, 0], (mx.exp(logits - sums).astype(head.dtype) @ head).astype(mx.float32)
+    weights = np.array(head, copy=False)
+    made = np.array(states, copy=False) @ weights.T + np.array(offsets, copy=False)
+    highest = made.max(axis=-1, keepdims=True)
+    # NumPy's takes a tenth of the time of MLX's. Numbers below the normal ones would slow the next product down.
+    made = np.exp(np.maximum(made - highest, -40))
+    added = made.sum(axis=-1, keepdims=True)
+    return mx.array((np.log(added) + highest)[:, 0]), mx.array(made @ weights / added)
+
+
 class Linear(nn.Linear):
     """Without bias."""
 
@@ -54,8 +74,8 @@ class Linear(nn.Linear):
 
 @contextmanager
 def fast_quantized(*, evaluated: bool) -> Iterator[None]:
-    """Quantized layers dequantize their weights and multiply by NumPy: 5 times as fast on a CPU for 64 texts in a pass
-    of a model in bfloat16.
+    """``mx.quantized_matmul`` dequantizes the weights and multiplies by NumPy: much faster on a CPU for many rows of
+    bfloat16.
 
     Args:
         evaluated: all weights are in memory; if not, nothing is changed, since a streamed layer must not be
@@ -64,19 +84,15 @@ def fast_quantized(*, evaluated: bool) -> Iterator[None]:
     if not (evaluated and on_cpu()):
         yield
         return
+    own = mx.quantized_matmul
 
-    def multiplied(self: nn.Module, x: mx.array) -> mx.array:
-        biases = self.get("biases")
-        weight = mx.dequantize(self.weight, self.scales, biases, self.group_size, self.bits, mode=self.mode)
-        made = matmul(x.astype(mx.float32), weight.astype(mx.float32).T)
-        return (made + self.bias if "bias" in self else made).astype(x.dtype)
+    def multiplied(x: mx.array, w: mx.array, **how: Any) -> mx.array:
+        transposed = how.pop("transpose", True)
+        weight = mx.dequantize(w, **how).astype(mx.float32)
+        return matmul(x.astype(mx.float32), weight.T if transposed else weight).astype(x.dtype)
 
-    methods = [(nn.QuantizedLinear, "__call__"), (nn.QuantizedEmbedding, "as_linear")]
-    saved = [getattr(kind, name) for kind, name in methods]
+    mx.quantized_matmul = multiplied  # type: ignore[assignment]
     try:
-        for kind, name in methods:
-            setattr(kind, name, multiplied)
         yield
     finally:
-        for (kind, name), own in zip(methods, saved, strict=True):
-            setattr(kind, name, own)
+        mx.quantized_matmul = own

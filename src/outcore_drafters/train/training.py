@@ -30,6 +30,10 @@ HELD_OUT = 20
 # The rate rises over so many steps, then falls along a cosine to this share of its highest value.
 WARM, LEAST = 100, 0.02
 
+# On a CPU: a token with at least this chance anywhere in a step is among those whose probabilities are computed; and so
+# many of the other tokens.
+LEAST_CHANCE, SAMPLED = 0.02, 1024
+
 # Evaluations without a better result, after which training ends.
 PATIENCE = 6
 
@@ -119,7 +123,8 @@ class Trainer:
         """Returns the texts of a step: whole files in turn, each in an order drawn anew in each round."""
         shard, rows = self._shard_of(step)
         loaded = self._loaded(shard)
-        return self._prepared({key: a[mx.array(rows)] for key, a in loaded.items()})
+        made = self._prepared({key: a[mx.array(rows)] for key, a in loaded.items()})
+        return made | _columns(made, self._head.shape[0], step) if on_cpu() else made
 
     def _shard_of(self, step: int) -> tuple[int, np.ndarray[Any, Any]]:
         trained = [n for n in range(self._shards.count) if not _held(n)]
@@ -208,6 +213,19 @@ class Trainer:
         meta = self._load("last")
         if meta is not None:
             self.progress = Progress(**json.loads(meta["progress"]))
+
+
+def _columns(batch: dict[str, mx.array], vocabulary: int, seed: int) -> dict[str, mx.array]:
+    """Returns ``columns`` and ``offsets`` of ``loss``: the tokens that are likely in this batch, and some of the others
+    for all of them (sampled softmax). Probabilities of the whole vocabulary take most of a step's time on a CPU."""
+    likely = np.array(batch["likely"])[np.array(batch["chances"]) > LEAST_CHANCE]
+    wanted = np.unique(np.concatenate([likely, np.array(batch["tokens"]).ravel()]))
+    others = np.setdiff1d(np.arange(vocabulary), wanted)
+    drawn = np.random.default_rng(seed).permutation(others)[:SAMPLED]
+    offsets = np.zeros(len(wanted) + len(drawn), np.float32)
+    if len(drawn):
+        offsets[len(wanted) :] = math.log(len(others) / len(drawn))
+    return {"columns": mx.array(np.concatenate([wanted, drawn]).astype(np.int32)), "offsets": mx.array(offsets)}
 
 
 def _held(file: int) -> bool:
