@@ -36,7 +36,7 @@ from checkpoint_files import SPECIALS, MakeError, write_checkpoint
 from outcore.checks import parse_size
 from outcore.errors import UsageError
 from random_weights import plan_tensors
-from shapes import SHAPES, Config, layer_types
+from shapes import DRAFTERS, SHAPES, Config, layer_types
 
 
 def resize(config: Config, layers: int | None, vocab: int | None, tied: bool | None, dtype: str) -> Config:
@@ -89,7 +89,8 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     parser = argparse.ArgumentParser(
         description="Write an mlx-lm checkpoint with a real model's shapes and random weights.",
-        epilog=f"Shapes: {', '.join(SHAPES)}. A path to a config.json of any model that mlx-lm knows works too.",
+        epilog=f"Shapes: {', '.join(SHAPES)}. A path to a config.json of any model that mlx-lm knows works too. With "
+        f"--config-only also drafters: {', '.join(DRAFTERS)}.",
     )
     parser.add_argument("shape", metavar="SHAPE", help="a shape's name (see below), or the path of a config.json")
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder to write; must be empty or not exist")
@@ -103,6 +104,9 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         choices=["bfloat16", "float16", "float32"],
         default="bfloat16",
         help="type of what is not quantized, and of affine scales (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--config-only", action="store_true", help="write config.json only, as for outcore plan --device"
     )
     parser.add_argument("--layers", type=int, help="number of layers (default: the shape's)")
     parser.add_argument("--vocab", type=int, help="vocabulary size (default: the shape's; at least 259)")
@@ -154,6 +158,11 @@ def main(argv: list[str] | None = None) -> int:
     quantize = None
     if args.bits or args.mode or args.group_size:
         quantize = {"group_size": args.group_size, "bits": args.bits, "mode": args.mode or "affine"}
+    if args.config_only:
+        config = DRAFTERS.get(args.shape) or load_shape(args.shape) | ({"quantization": quantize} if quantize else {})
+        args.out_dir.mkdir(parents=True)
+        (args.out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        return 0
     begin = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:

@@ -175,3 +175,33 @@ SHAPES: dict[str, Config] = {
         moe=experts(8, 2, 64),
     ),
 }
+
+# Configs of drafters for the 27B, for ``outcore plan``: five layers of its width as DFlash's, 3.46 GB in bf16 as
+# published, and one layer with a head of 32,000 tokens as EAGLE-3's.
+_LAYER: Config = {
+    "dtype": "bfloat16",
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": VOCAB,
+}
+DRAFTERS: dict[str, Config] = {
+    "dflash-27b": {
+        **_LAYER,
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 5,
+        "num_target_layers": 64,
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": 248_070, "target_layer_ids": [1, 16, 31, 46, 61]},
+    },
+    "eagle3-27b": {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 32_000,
+        "eagle_aux_hidden_state_layer_ids": [3, 32, 61],
+        "transformer_layer_config": {**_LAYER, "model_type": "llama", "num_hidden_layers": 1},
+    },
+}

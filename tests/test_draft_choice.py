@@ -79,6 +79,16 @@ def test_a_guess_that_takes_its_time_makes_drafts_shorter_or_none() -> None:
     assert blocks > passes
 
 
+def test_a_block_takes_as_long_as_one_guess_and_is_no_longer_than_what_is_known() -> None:
+    alone, block, short = (
+        planned(Draft("m", "m", weights=int(1e12), chance=0.8, block=n, published=(1.0, 1.0, m)))
+        for n, m in ((0, MOST), (15, MOST), (15, 7))
+    )
+    found = [expected(each, SLOW, "m", True) for each in (alone, block, short)]
+    assert found[0].drafted < 12 and [each.drafted for each in found[1:]] == [15, 7]
+    assert found[1].token_s < found[2].token_s < found[0].token_s
+
+
 def test_repetitions_give_a_little_more_than_a_token() -> None:
     assert expected(planned(Draft(NGRAM, NGRAM)), SLOW, NGRAM, True).tokens == REPEATED
 

@@ -147,6 +147,9 @@ REPORT: list[str | Flag] = [
 
 
 def plan(parser: ArgumentParser) -> None:
-    about = "Predict for a published device instead of this machine; without a model, show its published results."
-    parser.add(flag("--device", about, metavar="NAME"))
+    about = (
+        "Predict for a published device instead of this machine (without a model, show its published results), or for "
+        "a disk of so many GB/s: 2.4; or 2.4,100 with memory of 100 GB/s. A folder with a config.json is enough."
+    )
+    parser.add(flag("--device", about, metavar="NAME|GB/s"))
     parser.run = "outcore_bench.plan:run"

@@ -1,11 +1,12 @@
-"""``outcore plan --device``: plans for a published device instead of this machine."""
+"""``outcore plan --device``: plans for a published device or another disk instead of this machine's."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -20,33 +21,57 @@ from outcore.cli.flags import loading_options
 from outcore.decode.budget import given_budget
 from outcore.decode.preparation import prepare
 from outcore.errors import UsageError
+from outcore.machine.memory import last_resort
+from outcore.plan.joint_plan import AUTO, NONE
 from outcore.plan.machine_profile import Calibration
+from outcore.plan.planner import ASSUMED
 from outcore.sizes import format_size
+from outcore.text import shortened
+
+from .outline import only_config, with_files
 
 
 def run(args: argparse.Namespace) -> None:
     if args.device is None:
         plan.run(args)
         return
-    where, defaults = device(args.device), parser_of("plan")
+    defaults = parser_of("plan")
+    where = disk(args.device) or device(args.device)
     for name in ("io", "cpu_streams", "mirror"):
         if getattr(args, name) != defaults.get_default(name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is about this machine, --device {args.device} about another; leave one out")
-    rows = where.published()
     args.result.record = {"device": where.name}
     if args.model is not None:
-        folder, options = resolve_model(args.model, args.revision), loading_options(args)
-        # Without the budget: one for that device may be too large for this machine.
-        prepared = prepare(folder, **(options | {"memory": None}), least=True)
-        calibration = where.calibration()
-        best = prepared.planning.at(given_budget(args.memory, of=where.usable_bytes), calibration).plan
-        args.result.record = plan.show(prepared, calibration, best, where.usable_bytes, device=where.name)
+        with with_files(resolve_model(args.model, args.revision, fetch=only_config)) as folder:
+            args.result.record = _planned(args, folder, where)
+    if isinstance(where, Disk):
+        if args.model is None:
+            raise UsageError(f"--device {args.device}: give a model, too")
+        return
+    rows = where.published()
+    if args.model is not None:
         name = Path(args.model).name.lower().replace("_", "-")
         rows = [r for r in rows if r.model.lower().replace("_", "-") in name]
     if rows:
         _show(where, rows)
     args.result.record["published"] = [asdict(r) | {"tps": r.tps[where.name]} for r in rows]
+
+
+def _planned(args: argparse.Namespace, folder: Path, where: Device | Disk) -> dict[str, Any]:
+    options = loading_options(args)
+    # Without the budget: one for that device may be too large for this machine.
+    options["memory"] = None
+    prepared = prepare(folder, **options, least=True)
+    calibration = where.calibration(prepared.calibration)
+    budget = given_budget(args.memory, of=where.usable_bytes)
+    best = prepared.planning.at(budget, calibration).plan
+    prepared = replace(prepared, choices=())  # compared for this machine
+    if prepared.draft is not None and prepared.planning.kind != AUTO and best.streams:
+        plain = prepare(folder, **(options | {"draft": NONE, "draft_bits": None}), least=True)
+        prepared = plan.compared(prepared, plain, budget, calibration)
+    most = max(budget, where.usable_bytes)
+    return plan.show(prepared, calibration, best, most, device=where.name, quiet=args.quiet)
 
 
 def _show(where: Device, rows: Sequence[PublishedRow]) -> None:
@@ -129,7 +154,7 @@ class Device:
     def usable_source(self) -> str:
         return USABLE[self.name.split("-")[0]][1]
 
-    def calibration(self) -> Calibration:
+    def calibration(self, here: Calibration = ASSUMED) -> Calibration:
         """Estimates a calibration: the paper's SSD rate, and the memory bandwidth that its resident models show.
 
         All other values are assumed, as for any machine that was not measured.
@@ -145,6 +170,42 @@ class Device:
 
 
 DEVICES = tuple(Device(d["name"], d["memory_gb"] * 2**30, d["ssd_gbps"]) for d in published_data()["devices"])
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A disk of a given rate, and the rate at which memory is read while computing, in GB/s of 1e9 bytes; None: this
+    machine's."""
+
+    read_gbps: float
+    weight_gbps: float | None
+
+    @property
+    def name(self) -> str:
+        computing = f" and memory of {self.weight_gbps:g} GB/s" if self.weight_gbps else ""
+        return f"a disk of {self.read_gbps:g} GB/s{computing}"
+
+    @property
+    def usable_bytes(self) -> int:
+        return last_resort()
+
+    def calibration(self, here: Calibration) -> Calibration:
+        if self.weight_gbps is None:
+            return replace(here, read_gbps=self.read_gbps)
+        return Calibration(read_gbps=self.read_gbps, weight_gbps=self.weight_gbps)
+
+
+def disk(given: str) -> Disk | None:
+    """Returns the disk of ``--device GB/s`` or ``--device GB/s,GB/s``; None if a device is named."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:,(\d+(?:\.\d+)?))?", given.strip())
+    if found is None:
+        return None
+    rates = [float(rate) for rate in found.groups() if rate is not None]
+    if not all(0.001 <= rate <= 100_000 for rate in rates):
+        raise UsageError(
+            f"--device {shortened(given)}: give GB/s of a disk, such as 2.4, or of it and of memory: 2.4,100"
+        )
+    return Disk(rates[0], rates[1] if len(rates) > 1 else None)
 
 
 def device(name: str) -> Device:

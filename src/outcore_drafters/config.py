@@ -124,15 +124,35 @@ def open_drafter(
     _check_tensors(folder, wanted, weights)
     network.load_weights([(name, weights[name]) for name in wanted])
 
+    network = _as_used(network, bits, compute)
+    _understood(folder, kind, lambda: _rehearse(network, model))
+    return network
+
+
+def sketched(
+    folder: Path, config: Config, kind: type[BlockDrafter], model: DraftedModel, bits: int | None, compute: ComputeDtype
+) -> BlockDrafter:
+    """Returns the network that a config alone describes, with any weights, for its sizes. As ``open_drafter``."""
+    with random_state_kept():
+        network = _understood(folder, kind, lambda: kind.made(config, None, model))
+    _check_layers(folder, network, model.layers or 0)
+    inner: Config = config.get("transformer_layer_config") or config
+    named = next((str(each[key]) for each in (config, inner) for key in ("dtype", "torch_dtype") if key in each), "")
+    stored = {"float32": mx.float32, "float16": mx.float16}.get(named, mx.bfloat16)
+    return _as_used(network, bits, lambda path, dtype: compute(path, stored) or stored)
+
+
+def _as_used(network: BlockDrafter, bits: int | None, compute: ComputeDtype) -> BlockDrafter:
+    """Returns the drafter in the dtype that it is computed in, and quantized if ``bits`` are given."""
+
     def cast(path: str, a: mx.array) -> mx.array:
-        to = compute(path, a.dtype)
+        to = compute(path, a.dtype) if mx.issubdtype(a.dtype, mx.floating) else None
         return a if to is None else a.astype(to)
 
     network.update(tree_map_with_path(cast, network.parameters()))
     if bits is not None:
         nn.quantize(network, GROUPS[0], bits, class_predicate=lambda _, module: _quantized(module, bits))
     network.eval()
-    _understood(folder, kind, lambda: _rehearse(network, model))
     return network
 
 

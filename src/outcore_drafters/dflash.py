@@ -7,7 +7,7 @@ Row n of a block has the logits of its token n, so all rows are computed for the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import initialize_rope
 
-from .drafter import MOST_LAYERS, MOST_ROWS, BlockDrafter, Config, DraftedModel, Shared
+from .drafter import MOST_LAYERS, MOST_ROWS, BlockDrafter, Config, DraftedModel, Shapes, Shared
 
 SLIDING = "sliding_attention"
 # Names in the config of drafters that are built differently.
@@ -261,7 +261,7 @@ class DFlash(BlockDrafter):
         return DraftedModel(config.get("hidden_size"), config.get("vocab_size"), setting(config, "num_target_layers"))
 
     @classmethod
-    def made(cls: type[_Own], config: Config, shapes: Mapping[str, tuple[int, ...]], target: DraftedModel) -> _Own:
+    def made(cls: type[_Own], config: Config, shapes: Shapes | None, target: DraftedModel) -> _Own:
         return cls(config, target)
 
     @classmethod

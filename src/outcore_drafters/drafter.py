@@ -14,6 +14,8 @@ Config = Mapping[str, Any]
 # The most layers and the longest block that a config may ask for; published drafters have at most 8 and 16.
 MOST_LAYERS, MOST_ROWS = 256, 256
 
+Shapes = Mapping[str, tuple[int, ...]]
+
 
 @dataclass(frozen=True)
 class DraftedModel:
@@ -72,12 +74,14 @@ class BlockDrafter(nn.Module):
         borrows_head: it uses ``Shared.logits``, so the model's head stays in memory.
         growing: bytes of its caches for each token of a text, each with the most tokens that are kept (None: all), for
             arrays with items of two bytes.
+        rows: how many tokens it guesses at once; 0: one after the other.
     """
 
     kind: str
     taps: tuple[int, ...]
     borrows_head: bool
     growing: tuple[tuple[int, int | None], ...]
+    rows: int = 0
 
     @classmethod
     def claims(cls, config: Config) -> bool:
@@ -90,11 +94,12 @@ class BlockDrafter(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def made(cls, config: Config, shapes: Mapping[str, tuple[int, ...]], target: DraftedModel) -> BlockDrafter:
+    def made(cls, config: Config, shapes: Shapes | None, target: DraftedModel) -> BlockDrafter:
         """Returns the network with any weights.
 
         Args:
-            shapes: of the file's tensors, by their names after ``renamed``; tensors may be missing or more.
+            shapes: of the file's tensors, by their names after ``renamed``; tensors may be missing or more. None: there
+                is only the config.
             target: the model, of which nothing is None.
 
         Raises:

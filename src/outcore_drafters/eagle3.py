@@ -7,7 +7,7 @@ model's tokens: row n is of token n + d2t[n].
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import initialize_rope
 
-from .drafter import MOST_LAYERS, BlockDrafter, Config, DraftedModel, Shared
+from .drafter import MOST_LAYERS, BlockDrafter, Config, DraftedModel, Shapes, Shared
 
 # SpecForge's name for the first layer.
 MIDDLE = "midlayer."
@@ -135,8 +135,10 @@ class Eagle3(BlockDrafter):
         )
 
     @classmethod
-    def made(cls, config: Config, shapes: Mapping[str, tuple[int, ...]], target: DraftedModel) -> Eagle3:
+    def made(cls, config: Config, shapes: Shapes | None, target: DraftedModel) -> Eagle3:
         layers, hidden, vocabulary = target.layers or 0, target.hidden or 1, target.vocabulary
+        if shapes is None:
+            shapes = {"fc.weight": (hidden, 3 * hidden), "lm_head.weight": (), "d2t": ()}
         reduced = (config.get("draft_vocab_size") or vocabulary) != vocabulary
         if reduced and ("lm_head.weight" not in shapes or "d2t" not in shapes):
             raise ValueError("lm_head.weight or d2t is missing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,8 +14,10 @@ from mlx.utils import tree_flatten
 from outcore.checkpoint.find_model import name_of
 from outcore.decode.opening import Opening
 from outcore.decode.passes import MLX_LM_STEP, HiddenKeeper
+from outcore.decode.speculative.acceptance import AcceptanceStats
+from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting, TextState
-from outcore.decode.speculative.proposers import Draw
+from outcore.decode.speculative.proposers import Draw, Proposer
 from outcore.decode.speculative.sources import DraftSource
 from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
@@ -30,9 +33,10 @@ from outcore_drafts.draft_model import draft_folder
 from outcore_drafts.mtp.head import text_model, trunk
 from outcore_drafts.mtp.hidden_states import WINDOW, HiddenStates
 
-from .config import check_target, config_of, is_drafter, kind_of, open_drafter
+from .config import check_target, config_of, is_drafter, kind_of, open_drafter, sketched
 from .drafter import BlockDrafter, DraftedModel
 from .proposer import DRAFTER, BlockProposer
+from .published import PUBLISHED, keep, seen_chance, seen_file
 from .tap import LayerTaps
 
 UNREADABLE = (
@@ -61,7 +65,7 @@ class Drafters(DraftSource):
         o, folder = opening.options, draft_folder(which)
         if o.draft_bits not in (None, *BITS):
             raise UsageError(f"{called('draft_bits')} {o.draft_bits}: give 2, 3, 4, 6 or 8")
-        network = opened(folder, profile, opening)
+        network = opened(folder, profile, opening, planned=True)
         if o.head_resident is False and network.borrows_head and profile.size.head is not None:
             raise UsageError(
                 f"{called('draft')} {shortened(o.draft)}: needs the model's head in memory; do not set "
@@ -75,34 +79,45 @@ class Drafters(DraftSource):
         # Of a prompt's chunks that end in the window, all states are there until they are computed.
         tokens = WINDOW + min(size.prompt, o.prefill_step_size or MLX_LM_STEP)
         states = tokens * len(network.taps) * state_bytes(profile)
-        return replace(profile, size=replace(size, rest=size.rest + states)), Draft(
+        seen = seen_file(profile.lazy.checkpoint, folder, o.draft_bits)
+        draft = Draft(
             DRAFTER,
             name_of(folder),
             weights=sum(a.nbytes for a in arrays),
             cache=held_bytes(growing, size.context),
             growing=growing,
             uses_head=network.borrows_head,
+            block=network.rows,
             reads=tuple(numbers.get(id(layers[n]), -1) for n in network.taps),
-            detail=(folder, states),
+            detail=(folder, states, seen),
         )
+        usual = PUBLISHED[bool(network.rows), any(path.endswith(".scales") for path in profile.lazy.loaded)]
+        if (counted := seen_chance(seen)) is None:
+            published = usual.least, usual.most, usual.guesses
+            draft = replace(draft, chance=usual.chance, assumed=usual.about, published=published)
+        else:
+            draft = replace(draft, chance=counted, assumed=f"measured: {counted:.0%} of its guesses were right here")
+        return replace(profile, size=replace(size, rest=size.rest + states)), draft
 
     def load(self, draft: Draft, profile: ModelProfile, opening: Opening, progress: Progress) -> Drafting:
-        folder, states = draft.detail
+        folder, states, seen = draft.detail
         network = opened(folder, profile, opening)
         # Array by array, so that quantizing takes additional memory for one array only.
         for _, array in tree_flatten(network.parameters()):
             mx.eval(array)
         clear_cache()
         layers = trunk(text_model(profile.lazy.model)).layers
-        return ByDrafter(draft.name, network, LayerTaps([layers[n] for n in network.taps]), states)
+        return ByDrafter(draft.name, network, LayerTaps([layers[n] for n in network.taps]), states, seen)
 
 
-def opened(folder: Path, profile: ModelProfile, opening: Opening) -> BlockDrafter:
-    """Returns the drafter, lazy. Raises ``UsageError`` if it was made for another model, and as ``open_drafter``."""
+def opened(folder: Path, profile: ModelProfile, opening: Opening, *, planned: bool = False) -> BlockDrafter:
+    """Returns the drafter, lazy. Raises ``UsageError`` if it was made for another model, and as ``open_drafter``.
+    ``planned``: only its sizes are needed, for which a folder's config is enough."""
     config, model = config_of(folder), target_of(profile)
     kind = kind_of(folder, config)
     check_target(folder, kind, config, model, opening.folder)
-    return open_drafter(folder, config, kind, model, opening.options.draft_bits, profile.cast.target)
+    open_it = sketched if planned and not any(folder.glob("*.safetensors")) else open_drafter
+    return open_it(folder, config, kind, model, opening.options.draft_bits, profile.cast.target)
 
 
 def target_of(profile: ModelProfile) -> DraftedModel:
@@ -151,13 +166,15 @@ class SharedParts:
 
 class ByDrafter(Drafting):
     """A published drafter in memory. It is loaded, and the layers are tapped, before these are bound to a ring.
-    ``states``: bytes that the plan has for the states of a text."""
+    ``states``: bytes that the plan has for the states of a text; ``seen``: where the share of its right guesses is
+    kept."""
 
     kind = DRAFTER
 
-    def __init__(self, name: str, network: BlockDrafter, taps: LayerTaps, states: int) -> None:
+    def __init__(self, name: str, network: BlockDrafter, taps: LayerTaps, states: int, seen: Path | None) -> None:
         super().__init__(name)
-        self.model, self._taps, self._states = network, taps, states
+        self.model, self._taps, self._states, self._seen = network, taps, states, seen
+        self._statistics: AcceptanceStats | None = None
         self.holds_head = network.borrows_head
         self.shared: SharedParts | None = None
 
@@ -174,6 +191,10 @@ class ByDrafter(Drafting):
     def hidden(self) -> HiddenKeeper | None:
         return None if self.shared is None else HiddenStates(self._taps)
 
+    def source(self, control: DraftLengthPolicy, *args: Any, **named: Any) -> Proposer:
+        self._statistics = control.acceptance
+        return super().source(control, *args, **named)
+
     def proposer(self, draw: Draw, state: TextState, hidden: HiddenKeeper | None) -> BlockProposer | None:
         if self.shared is None or self.model is None:
             return None
@@ -185,3 +206,6 @@ class ByDrafter(Drafting):
 
     def close(self) -> None:
         self.model = self.shared = None
+        if self._statistics is not None:
+            keep(self._seen, self._statistics.sources.get(self.kind))
+            self._statistics = None

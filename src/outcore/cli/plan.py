@@ -15,7 +15,7 @@ from ..checkpoint.find_model import name_of, resolve_model
 from ..decode.preparation import Preparation, prepare
 from ..errors import BudgetError
 from ..machine.memory import last_resort
-from ..plan.joint_plan import NONE, Choice, Planned, computing_from, expected, knee, speed_curve
+from ..plan.joint_plan import NONE, Choice, Draft, computing_from, expected, knee, speed_curve
 from ..plan.machine_profile import Calibration
 from ..plan.plan import Plan
 from ..sizes import format_size
@@ -59,22 +59,24 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
             measuring().calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=note)
     prepared = prepare(folder, **options)
     if prepared.draft is not None and not prepared.choices and prepared.plan.streams:
-        # For a draft that the user named, the table compares it with no draft.
-        plain = prepare(folder, **(options | {"draft": NONE}))
-        without, named = (
-            expected(
-                Planned(p.plan, p.profile.size, p.draft),
-                p.calibration,
-                p.draft.name if p.draft is not None else NONE,
-                p.planning.blocks,
-            )
-            for p in (plain, prepared)
-        )
-        prepared = replace(prepared, choices=(without, named), choice=named)
+        plain = prepare(folder, **(options | {"draft": NONE, "draft_bits": None}))
+        prepared = compared(prepared, plain, prepared.plan.budget_bytes, prepared.calibration)
     notes += prepared.notes
     if not prepared.plan.calibrated:
         notes.append("predicted from assumptions; run outcore calibrate to measure this machine for this model")
     return prepared, notes
+
+
+def compared(prepared: Preparation, plain: Preparation, budget: int, calibration: Calibration) -> Preparation:
+    """Returns the preparation with two choices: no draft, as in ``plain``, and the draft that the user named."""
+
+    def choice(p: Preparation) -> Choice:
+        planned = p.planning.at(budget, calibration)
+        planned = replace(planned, size=replace(planned.size, on_disk=bool(planned.plan.kv_slot)))
+        return expected(planned, calibration, p.draft.name if p.draft is not None else NONE, p.planning.blocks)
+
+    without, named = choice(plain), choice(prepared)
+    return replace(prepared, choices=(without, named), choice=named)
 
 
 def show(
@@ -91,7 +93,7 @@ def show(
 
     Args:
         available: bytes that the recommended budget may use.
-        device: a published device that the plan is for; None: this machine.
+        device: the device or disk that the plan is for; None: this machine.
         quiet: print the first line only.
     """
     plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
@@ -219,9 +221,17 @@ def _drafts(choices: Sequence[Choice], taken: Choice | None) -> list[dict[str, A
             "resident_units": len(plan.resident),
             "bytes_per_sweep": plan.bytes_per_token,
             "first_bytes": choice.first,
+            "assumed": draft.assumed if draft is not None else "",
+            "assumed_tps": _ends(draft, 1 / choice.token_s) if draft is not None and choice.drafted else [],
             "reason": None,
         })  # fmt: skip
     return records
+
+
+def _ends(draft: Draft, tps: float) -> list[float]:
+    """Returns tokens a second by the least and the most tokens a pass that were published; ``tps``: by the middle."""
+    least, most, _ = draft.published
+    return [tps * 2 * tokens / (least + most) for tokens in (least, most)] if least < most else []
 
 
 def _headline(record: dict[str, Any], plan: Plan) -> str:
@@ -256,8 +266,7 @@ def _sentences(
         if record["device"] or best.predicted:
             why = f"(about {about(1 / best.token_s)} tokens/s); more memory gains less than 5 %"
         yield f"Recommended: --memory {memory} {why}."
-    if record["device"] is None:
-        yield from _draft_lines(record["drafts"])
+    yield from _draft_lines(record["drafts"])
     yield from (f"Note: {note}" for note in record["notes"])
 
 
@@ -275,6 +284,9 @@ def _draft_lines(rows: Collection[dict[str, Any]]) -> Iterator[str]:
             + (f", takes {format_size(takes)}" if takes else "")
             + (" ← this plan" if row["chosen"] else "")
         )
+        if row["assumed"]:
+            ends = [about(tps) for tps in row["assumed_tps"]]
+            yield f"  {row['draft']}: {row['assumed']}" + (f": {' to '.join(ends)} tokens/s" if ends else "")
         if row["chosen"] and row["first_bytes"]:
             yield f"  Its first use writes {format_size(row['first_bytes'])} to the cache."
 

@@ -47,7 +47,9 @@ class Draft:
         copies_model: whether it is a copy of the model's layers that continues from the model's own caches. Then these
             stay in memory, and a guess takes as long as a token of the resident model.
         reads: the numbers of the model's layers whose outputs it reads; -1: a module that is no layer with weights.
-        chance: assumed chance that a guess is accepted, before any was observed.
+        chance: assumed chance that a guess is accepted, before any was observed; ``assumed``: where it is from, if that
+            is told. ``published``: the least and most tokens a pass of which it is the middle, and of how many guesses.
+        block: the most guesses, which take as long as one; 0: each takes its time.
         detail: private data of the package.
     """
 
@@ -61,6 +63,9 @@ class Draft:
     copies_model: bool = False
     reads: tuple[int, ...] = ()
     chance: float = ASSUMED_CHANCE
+    assumed: str = ""
+    published: tuple[float, float, int] = 1.0, 1.0, MOST
+    block: int = 0
     detail: Any = field(default=None, compare=False, repr=False)
 
     def added_to(self, size: ModelSize, head_streamed: bool) -> ModelSize:
@@ -70,8 +75,7 @@ class Draft:
 
 
 def drafted_tokens(size: ModelSize, budget: int, explicit: bool, most: int = MOST) -> int:
-    """Returns the number of drafted tokens per pass whose logits fit a small share of the budget; at least ``FEW`` if
-    ``explicit``, and at most ``most``."""
+    """Returns how many drafted tokens' logits fit a share of the budget, up to ``most``; ``explicit``: at least ``FEW``."""
     room = budget // SHARE // max(1, size.logits_row)
     return min(most, max(room, FEW if explicit else 0))
 
@@ -162,7 +166,7 @@ class Planning:
         if self.kind in (AUTO, NONE) or self.draft is None:
             return self.size
         budget = resident_budget(self.draft.added_to(self.size, False))
-        drafted = drafted_tokens(self.size, budget, True, self.most)
+        drafted = drafted_tokens(self.size, budget, True, min(self.most, self.draft.block or MOST))
         return self.draft.added_to(replace(self.size, drafted=drafted), False)
 
     def _ways(self, budget: int) -> Iterator[tuple[ModelSize, bool | None]]:
@@ -178,7 +182,8 @@ class Planning:
         heads = [True] if draft.uses_head else [head]
         if draft.head and self.size.head is not None and not draft.uses_head and head is None:
             heads = [True, False]
-        for drafted in dict.fromkeys(drafted_tokens(self.size, b, True, self.most) for b in (budget, 0)):
+        most = min(self.most, draft.block or MOST)
+        for drafted in dict.fromkeys(drafted_tokens(self.size, b, True, most) for b in (budget, 0)):
             for stays in heads:
                 streamed = stays is False and bool(draft.head) and self.size.head is not None
                 yield draft.added_to(replace(self.size, drafted=drafted), streamed), stays
@@ -322,9 +327,10 @@ def expected(planned: Planned, calibration: Calibration, name: str, blocks: bool
         token_s = _repeating(pass_s(0), pass_s(tried), REPEATED) / REPEATED
         return min((Choice(name, planned, "", tried, REPEATED, token_s), best), key=lambda c: c.token_s)
     guess = guess_s(size, draft, calibration)
-    for n in (n for n in LENGTHS if 0 < n <= size.drafted):
+    most = min(size.drafted, draft.block or MOST, draft.published[2])
+    for n in (n for n in (*LENGTHS, draft.block, draft.published[2]) if 0 < n <= most):
         tokens = _tokens(draft.chance, n)
-        token_s = (pass_s(n) + n * guess) / tokens
+        token_s = (pass_s(n) + (1 if draft.block else n) * guess) / tokens
         if token_s < best.token_s:
             best = Choice(name, planned, "", n, tokens, token_s, first)
     return best

@@ -1,0 +1,86 @@
+"""How many tokens a pass a drafter gives: what others published, until its guesses were counted here."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from outcore.checkpoint.checkpoint import Checkpoint
+from outcore.checkpoint.identity import identity_of
+from outcore.decode.speculative.acceptance import Rate
+from outcore.errors import OutcoreError
+from outcore.machine.cache_folder import cache_dir, keep_document
+from outcore.machine.small_files import CONFIG_BYTES, parse_json, read_small
+
+# Guesses after which their share of right ones takes the place of what was published.
+ENOUGH = 20
+
+
+@dataclass(frozen=True)
+class Published:
+    """Tokens a pass that others measured, the model's own included.
+
+    Attributes:
+        guesses: how many were made for a pass.
+        source: who measured what; names a project's public page.
+    """
+
+    least: float
+    most: float
+    guesses: int
+    source: str
+
+    @property
+    def chance(self) -> float:
+        """The chance of a guess to be right that gives the middle of these numbers, if it is the same for all."""
+        low, high, wanted = 0.0, 1.0, (self.least + self.most) / 2
+        for _ in range(40):
+            chance = (low + high) / 2
+            given = sum(chance**n for n in range(self.guesses + 1))
+            low, high = (chance, high) if given < wanted else (low, chance)
+        return low
+
+    @property
+    def about(self) -> str:
+        tokens = f"{self.least:g} to {self.most:g}" if self.least < self.most else f"{self.most:g}"
+        return f"assumed, not measured: {tokens} tokens a pass of {self.guesses} guesses ({self.source})"
+
+
+# By whether a drafter guesses blocks, and whether the model is quantized.
+PUBLISHED = {
+    (True, False): Published(5.4, 5.4, 7, "xLLM-AI/xllm pull request 2279: DFlash2 for Qwen3.8 27B, GSM8K, sampled"),
+    (True, True): Published(2.2, 3.3, 7, "z-lab/dflash issue 170: DFlash2 for Qwen3.8 27B in 6 bits, llama.cpp"),
+    # sgl-project/sglang pull request 4247 has 4.7 (Llama 3.1 8B), vllm-project/vllm pull request 42764 2.3 (gpt-oss).
+    (False, False): Published(3.0, 4.0, 5, "EAGLE-3, between what engines tell of 8B and 20B models"),
+    (False, True): Published(3.0, 4.0, 5, "EAGLE-3, between what engines tell of 8B and 20B models, not quantized"),
+}
+
+
+def seen_file(model: Checkpoint, drafter: Path, bits: int | None) -> Path | None:
+    """Returns the file in the cache for what a model's drafter gave; None if there can be none."""
+    with suppress(OSError, OutcoreError):
+        files = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in drafter.glob("*.safetensors"))
+        about = [identity_of(model), (drafter / "config.json").read_text(encoding="utf-8"), files, bits]
+        return cache_dir() / "drafts-seen" / f"{xxhash.xxh64_hexdigest(json.dumps(about).encode())}.json"
+    return None
+
+
+def keep(file: Path | None, guesses: Rate | None) -> None:
+    """Records the share of right guesses, if there were enough."""
+    if file is not None and guesses is not None and guesses.all >= ENOUGH:
+        with suppress(OSError, OutcoreError):
+            keep_document(file, {"right": guesses.value})
+
+
+def seen_chance(file: Path | None) -> float | None:
+    """Returns the share of a drafter's guesses that were right here; None: they were not counted."""
+    with suppress(OSError, ValueError):
+        found = None if file is None else parse_json(read_small(file, CONFIG_BYTES))
+        right = found.get("right") if isinstance(found, dict) else None
+        if isinstance(right, float) and 0 <= right < 1:
+            return right
+    return None
