@@ -75,7 +75,7 @@ class Draft:
 
 
 def drafted_tokens(size: ModelSize, budget: int, explicit: bool, most: int = MOST) -> int:
-    """Returns how many drafted tokens' logits fit a share of the budget, up to ``most``; ``explicit``: at least ``FEW``."""
+    """Returns how many drafted tokens' logits fit a share of the budget, at most ``most``; ``FEW`` if ``explicit``."""
     room = budget // SHARE // max(1, size.logits_row)
     return min(most, max(room, FEW if explicit else 0))
 
