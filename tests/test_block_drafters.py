@@ -127,7 +127,7 @@ def test_configs_say_which_kind_they_are_of() -> None:
     ("case", "changes", "why"),
     [
         ("dflash", {"intermediate_size": None}, "config.json has no intermediate_size"),
-        ("dflash", {"layer_types": ["sliding_attention"] * 2}, "need a sliding_window of at least 2"),
+        ("dflash", {"layer_types": ["sliding_attention"] * 2}, "need a sliding_window of at least 3"),
         ("dflash", {"block_size": 1}, "block_size or target_layer_ids have no meaning"),
         ("dflash2", {"is_causal": True}, "see only those before them are unknown"),
         ("dspark", {"markov_head_type": "gated"}, "markov_head_type is not vanilla"),

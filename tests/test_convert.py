@@ -206,3 +206,20 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
     before = content(tmp_path)
     refused(CheckpointError, "tokenizer cannot be loaded", lambda: convert(folder, output))
     assert main(["convert", str(folder), "-q", "-d"]) == 2
+
+
+def test_a_disk_that_is_full_at_the_last_file_is_no_bug(
+    tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model(tmp_path / "m", demo_model)
+    (folder / "odd.py").mkdir()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise Exception("No space left on device (os error 28)")  # as tokenizers, which is written in Rust, does
+
+    with monkeypatch.context() as patched:
+        patched.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
+        with pytest.raises(StoreSpaceError, match=r"the disk is full .* what is finished is kept"):
+            convert(folder, tmp_path / "ours")
+    made = convert(folder, tmp_path / "ours")
+    assert made.kept_bytes == made.bytes and (tmp_path / "ours" / "tokenizer.json").exists()

@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -318,13 +319,26 @@ def _write_others(work: Path, writer: Writer, checkpoint: Checkpoint, settings: 
     size = {"total_size": sum(tensor.nbytes for tensor in recipe.tensors), "total_parameters": recipe.parameters}
     index = json.dumps({"metadata": size, "weight_map": dict(where)}, indent=4)
     write_small(work / "model.safetensors.index.json", index.encode())
-    load_tokenizer(checkpoint.folder, trust, eos=recipe.config.get("eos_token_id")).save_pretrained(work)
+    tokenizer = load_tokenizer(checkpoint.folder, trust, eos=recipe.config.get("eos_token_id"))
+    with _errors_of_tokenizers(work):
+        tokenizer.save_pretrained(work)
     for pattern in ("*.py", "generation_config.json"):
         for path in checkpoint.folder.glob(pattern):
-            if not path.name.startswith("."):
+            if path.is_file() and not path.name.startswith("."):
                 shutil.copy(path, work)
     mlx_lm.utils.create_model_card(work, hub_name)
     mlx_lm.utils.save_config(recipe.config, work / CONFIG, keep_vision_config=recipe.keep_vision)
+
+
+@contextlib.contextmanager
+def _errors_of_tokenizers(work: Path) -> Iterator[None]:
+    """Raises ``OSError`` where tokenizers, written in Rust, has an ``Exception`` for it."""
+    try:
+        yield
+    except Exception as error:
+        if not (number := re.search(r"\(os error (\d+)\)", str(error))):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(work)) from error
 
 
 def _sync(folder: Path) -> None:

@@ -202,10 +202,11 @@ def _rehearse(network: BlockDrafter, model: DraftedModel) -> None:
     """Drafts two tokens without computing them: MLX refuses what does not fit, and nothing is read but ``d2t``."""
     network.check()
     text = network.text(_Nothing(model))
-    text.begin(mx.zeros((1, 2, len(network.taps) * (model.hidden or 0))), mx.zeros(2, mx.int32))
-    for drafted in ([], [0]):
-        text.logits(drafted)
-    text.cut()
+    for tokens in (16, 1):
+        text.begin(mx.zeros((1, tokens, len(network.taps) * (model.hidden or 0))), mx.zeros(tokens, mx.int32))
+        for drafted in ([], [0]):
+            text.logits(drafted)
+        text.cut()
 
 
 def _quantized(module: nn.Module, bits: int) -> bool | dict[str, int]:

@@ -80,8 +80,11 @@ class Shape:
         window = config.get("sliding_window") if window is None else window
         if len(types) != count:
             raise ValueError("layer_types does not have one type for each layer")
-        if SLIDING in types and (window is None or window < 2):
-            raise ValueError("layers with sliding attention need a sliding_window of at least 2")
+        kept = setting(config, "draft_window_size") or None
+        if SLIDING in types and (type(window) is not int or window < 3):
+            raise ValueError("layers with sliding attention need a sliding_window of at least 3")
+        if kept is not None and (type(kept) is not int or kept < 1):
+            raise ValueError(f"draft_window_size is {kept}")
         causal = setting(config, "causal", setting(config, "dflash_query_causal", setting(config, "is_causal", False)))
         return cls(
             hidden,
@@ -91,7 +94,7 @@ class Shape:
             config.get("head_dim") or hidden // heads,
             float(config.get("rms_norm_eps", eps)),
             tuple(window if kind == SLIDING else None for kind in types),
-            setting(config, "draft_window_size") or None,
+            kept,
             bool(causal),
             bool(setting(config, "attention_sink_bias", False)),
         )
