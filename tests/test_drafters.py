@@ -284,10 +284,12 @@ def test_drafters_that_cannot_be_used(made: Any, tmp_path: Path) -> None:
         opened(folder, "drafter")
 
 
-def test_a_folder_s_config_says_what_drafts(made: Any, tmp_path: Path) -> None:
+def test_a_folder_s_config_says_what_drafts(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, drafter, _ = made("llama")
     assert parse_draft(str(folder)) == ("model", str(folder))
     assert parse_draft(str(drafter)) == parse_draft(f"drafter:{drafter}") == ("drafter", str(drafter))
+    monkeypatch.chdir(drafter.parent)
+    assert parse_draft("drafter") == ("drafter", "drafter")
     with (model := opened(folder, folder)).outcore as session:
         assert session.drafting.kind == "model" and len(tokens(model)) == 10 and session.metrics.accepted > 0
 

@@ -57,6 +57,8 @@ class Drafters(DraftSource):
             return False  # the source of draft models says what is wrong
 
     def parse(self, asked: str, argument: str | None) -> str:
+        if argument is None and Path(asked).is_dir():
+            return asked  # the folder is called like the kind
         if not argument:
             raise UsageError(f"{called('draft')} {shortened(asked)}: give the drafter's folder, as {self.usage}")
         return argument
