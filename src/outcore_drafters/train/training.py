@@ -21,8 +21,8 @@ from outcore.machine.device import on_cpu
 from .collect import Shards
 from .network import Network, accepted, loss
 
-# Guesses that are trained for each place, and counted in "tokens a pass".
-DEPTH, TRIED = 5, 12
+# Guesses that are trained for each place, at the end, and guesses that count in "tokens a pass".
+DEPTH, TRIED = 5, 8
 
 # One in so many files is held out.
 HELD_OUT = 20
@@ -68,7 +68,7 @@ class Trainer:
 
     def __init__(
         self, net: Network, table: mx.array, head: mx.array, shards: Shards, *, prompt: int, ends: list[int], rows: int,
-        seconds: float, folder: Path, seed: int, rate: float = 1e-3, every: float | None = None,
+        seconds: float, folder: Path, seed: int, rate: float = 2e-3, every: float | None = None,
         report: Callable[[Progress, dict[str, float]], None] = lambda *_: None,
         step_done: Callable[[Progress], None] = lambda _: None,
     ) -> None:  # fmt: skip
@@ -94,7 +94,7 @@ class Trainer:
             part = self.progress.seconds / self._seconds
             cosine = LEAST + (1 - LEAST) * 0.5 * (1 + math.cos(math.pi * part))
             self._optimizer.learning_rate = mx.array(self._rate * min(1.0, (self.progress.steps + 1) / WARM) * cosine)
-            value = step(batch)
+            value = step(batch, 2 + int(part * (DEPTH - 1)))  # deeper guesses are worth more once the first are good
             mx.eval(value, self._state)
             p = self.progress
             now = float(cast(float, value.item()))
@@ -109,9 +109,9 @@ class Trainer:
         self._load("best")
         return self.progress
 
-    def _step(self, batch: dict[str, mx.array]) -> mx.array:
+    def _step(self, batch: dict[str, mx.array], depth: int) -> mx.array:
         def measured(batch: dict[str, mx.array]) -> mx.array:
-            return loss(self.net, batch, self._table, self._head, DEPTH)
+            return loss(self.net, batch, self._table, self._head, depth)
 
         value, gradients = nn.value_and_grad(self.net, measured)(batch)
         gradients, _ = optim.clip_grad_norm(gradients, 1.0)
