@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import importlib
 import inspect
 import itertools
 import json
@@ -66,6 +68,20 @@ def pytest_configure(config: pytest.Config) -> None:
         quick_compiler.first_in_path(Path(folder))
         # Arrays are made in one thread and freed in another: more of them kept for the next takes 13 % off all tests.
         os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.tcache_count=1024")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Each of several processes imports its share of the tests first: in a fresh clone all of them would compile all.
+
+    What fails here fails again when it is collected.
+    """
+    worker, here = getattr(session.config, "workerinput", None), Path(__file__).parent
+    if worker is None or here not in (Path(asked).resolve() for asked in session.config.args):
+        return
+    mine = slice(int(worker["workerid"].removeprefix("gw")), None, worker["workercount"])
+    for file in sorted(here.glob("test_*.py"))[mine]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(file.stem)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -158,10 +174,10 @@ def no_threads_left() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def nothing_kept(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a module's functions keep for its own tests goes with it: where other arrays take more than a model may,
-    MLX waits before each operation. And what was imported is not looked at again whenever garbage is collected."""
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+    MLX waits before each operation. And what was there before a module is not looked at again whenever garbage is
+    collected, as each load does that finds a closed model: imports, and what outlives modules."""
+    gc.collect()
+    gc.freeze()
     yield
     kept = [f for f in vars(request.module).values() if isinstance(f, functools._lru_cache_wrapper)]
     for function in kept:
