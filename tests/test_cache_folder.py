@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -150,9 +151,20 @@ OUTSIDE = [
 ]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed")
+    return pack_model(original(folder / "m", num_hidden_layers=2), folder / "out").folder
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """A packed copy that may be spoiled."""
+    return shutil.copytree(whole, tmp_path / "out")
+
+
 @pytest.mark.parametrize("identity", OUTSIDE)
-def test_an_identity_that_is_no_digest_never_becomes_a_path(tmp_path: Path, identity: Any) -> None:
-    copy = pack_model(original(tmp_path / "m", num_hidden_layers=2), tmp_path / "out").folder
+def test_an_identity_that_is_no_digest_never_becomes_a_path(copy: Path, tmp_path: Path, identity: Any) -> None:
     path = copy / "manifest.json"
     found = json.loads(path.read_text())
     found["source"]["identity"] = identity
@@ -177,8 +189,8 @@ GARBLED = [
 
 
 @pytest.mark.parametrize("n", range(len(GARBLED)))
-def test_every_value_of_a_manifest_is_checked(tmp_path: Path, n: int) -> None:
-    copy = pack_model(original(tmp_path / "m", num_hidden_layers=2), tmp_path / "out").folder
+def test_every_value_of_a_manifest_is_checked(copy: Path, n: int) -> None:
+    open_model(copy)
     path = copy / "manifest.json"
     found = json.loads(path.read_text())
     GARBLED[n](found)
@@ -186,8 +198,7 @@ def test_every_value_of_a_manifest_is_checked(tmp_path: Path, n: int) -> None:
     refusal(StoreError, open_model, copy)
 
 
-def test_what_a_later_version_adds_to_a_manifest_is_left_alone(tmp_path: Path) -> None:
-    copy = pack_model(original(tmp_path / "m", num_hidden_layers=2), tmp_path / "out").folder
+def test_what_a_later_version_adds_to_a_manifest_is_left_alone(copy: Path) -> None:
     path = copy / "manifest.json"
     found = json.loads(path.read_text())
     found["source"]["revision"] = found["more"] = "x"

@@ -89,9 +89,7 @@ def alone(model: Any, prompt: Sequence[int], tokens: int, **options: Any) -> lis
     return found
 
 
-@pytest.mark.parametrize(
-    ("model_type", "resident"), [("llama", None), ("llama", 1), ("qwen3_5", 1), ("gemma3_text", 1)]
-)
+@pytest.mark.parametrize(("model_type", "resident"), [("llama", None), ("qwen3_5", 1), ("gemma3_text", 1)])
 def test_joining_and_leaving_change_no_answer(
     model_type: str, resident: int | None, tmp_path: Path, demo_model: Path
 ) -> None:

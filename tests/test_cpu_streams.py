@@ -320,8 +320,14 @@ def test_experts_are_gathered_to_the_same_bits_from_any_address(quantize: tuple[
 
 
 @unaligned
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("model_type", ["gemma3_text", "mamba", "mamba2", "qwen3_5", "recurrent_gemma", "rwkv7"])
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    [
+        ("gemma3_text", mx.bfloat16), ("mamba", mx.float32), ("mamba2", mx.bfloat16), ("qwen3_5", mx.float32),
+        ("recurrent_gemma", mx.bfloat16), ("rwkv7", mx.float32),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_whole_models_compute_the_same_bits_from_any_address(model_type: str, dtype: mx.Dtype) -> None:
     model = zoo.build(model_type)
     model.set_dtype(dtype)

@@ -28,7 +28,7 @@ def test_a_served_models_call_is_reported_when_it_is_whole_and_not_before(served
         whole = asyncio.run(heard(service, ask))
         (call,), (end,) = ([e for e in whole if isinstance(e, kind)] for kind in (Called, Ended))
         assert (call.name, end.reason) == ("look", "tool_calls") and not text_of(whole)
-        for tokens in range(1, end.tokens - 1, 2):
+        for tokens in range(1, end.tokens - 1, 5):
             said = asyncio.run(heard(service, replace(ask, max_tokens=tokens)))
             assert not text_of(said) and not any(isinstance(e, Called) for e in said)
             assert [e.reason for e in said if isinstance(e, Ended)] == ["length"]

@@ -36,7 +36,7 @@ KINDS = {
     *EVERY_WAY, *IN_PART, *WHOLE, *HEAD_STAYS,
     "afm7", "bailing_hybrid", "deepseek_v32", "exaone4", "falcon_h1", "gear", "gemma2", "gemma4", "gpt2", "gpt_oss",
     "jamba", "kimi_linear", "lfm2", "llama4", "longcat_flash_ngram", "mamba2", "minicpm3", "minimax_m3_vl", "mixtral",
-    "nanbeige", "nemotron_h", "olmo_hybrid", "phi3small", "plamo2", "qwen3", "qwen3_5", "qwen3_next", "qwen3_vl_moe",
+    "nanbeige", "nemotron_h", "olmo_hybrid", "plamo2", "qwen3", "qwen3_5", "qwen3_next", "qwen3_vl_moe",
 }  # fmt: skip
 """Every set of caches, of kinds of layers and of where these lie: what holds them has no other cases."""
 

@@ -26,7 +26,6 @@ from outcore.errors import BudgetError, PromptError, ReadError
 
 Act = Callable[[Any, Any], None]
 OPTIONS: dict[str, Any] = {"context": 32, "draft": "none", "kv_disk": "off", "govern": False}
-TIMES = 2
 
 
 class Fourth:
@@ -142,8 +141,7 @@ def left_by(act: Callable[[], None]) -> tuple[int, set[str]]:
     gc.disable()
     before = mx.get_active_memory()
     try:
-        for _ in range(TIMES):
-            act()
+        act()
         more = mx.get_active_memory() - before
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()

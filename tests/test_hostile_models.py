@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,17 @@ class Screen(io.StringIO):
         return self.terminal
 
 
+@pytest.fixture(scope="module")
+def talking(quick_models: Callable[[int], Path], demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two random layers and a chat template: others' words are put into its mouth."""
+    folder = shutil.copytree(quick_models(2), tmp_path_factory.mktemp("models") / "talking")
+    shutil.copy(demo_model / "chat_template.jinja", folder)
+    return folder
+
+
 @pytest.mark.parametrize(("command", "terminal"), [("generate", True), ("generate", False), ("chat", True)])
 def test_what_a_model_says_moves_no_terminal(
-    command: str, terminal: bool, short_model: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, terminal: bool, talking: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its escape sequences are shown there as text; a pipe gets all bytes as they are."""
     module: Any = generate if command == "generate" else answers
@@ -48,7 +57,7 @@ def test_what_a_model_says_moves_no_terminal(
     monkeypatch.setattr(module, "stream_generate", evil)
     monkeypatch.setattr("sys.stdout", screen)
     monkeypatch.setattr("sys.stdin", io.StringIO("say it\n"))
-    flags = ["--model", str(short_model), "--memory", "60MB", "--max-tokens", "40", "--temp", "0"]
+    flags = ["--model", str(talking), "--memory", "60MB", "--max-tokens", "40", "--temp", "0"]
     assert main([command, *flags, *(["--prompt", "say it"] if command == "generate" else [])]) == 0
     assert (SHOWN if terminal else CLIPBOARD) in screen.getvalue()
     assert terminal is not ("\x1b" in screen.getvalue())

@@ -104,9 +104,11 @@ def test_models_without_a_head_have_none(tmp_path: Path) -> None:
 
 WAYS = [(t, n % 2 == 1) for n, t in enumerate(mtp_heads.TYPES)]
 WAYS += [(t, n % 2 == 0) for n, t in enumerate(mtp_originals.TYPES)]
+ALIKE = {"glm4_moe_lite", "glm_moe_dsa", "qwen3_next"}
+"""Whose layers and caches others have, too; test_mtp_types.py compares what their heads put out."""
 
 
-@pytest.mark.parametrize(("model_type", "in_blocks"), WAYS)
+@pytest.mark.parametrize(("model_type", "in_blocks"), [way for way in WAYS if way[0] not in ALIKE])
 def test_a_head_gives_the_text_of_plain_decoding(
     made: Any, model_type: str, in_blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

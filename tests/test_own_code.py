@@ -41,7 +41,7 @@ IDS = [3 + (7919 * i) % 50 for i in range(20)]
 """More than a block of the prefix cache here."""
 
 
-@pytest.fixture(params=["own.py", "linked/part.py"])
+@pytest.fixture
 def edited(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     """A model's folder, and the file of its code that is edited."""
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
@@ -77,6 +77,7 @@ def text(folder: Path, ids: list[int], **options: Any) -> tuple[bool, int]:
         return tokens and same, session.metrics.prompt_found
 
 
+@pytest.mark.parametrize("edited", ["linked/part.py"], indirect=True)
 def test_prompts_that_the_old_code_computed_are_not_found(
     edited: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +93,7 @@ def test_prompts_that_the_old_code_computed_are_not_found(
     assert text(folder, IDS, **options) == (True, 0)
 
 
+@pytest.mark.parametrize("edited", ["own.py"], indirect=True)
 def test_weights_and_drafts_that_the_old_code_made_are_made_anew(
     edited: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -215,7 +215,6 @@ TOP_P, XTC = {"temp": 0.7, "top_p": 0.9}, {"temp": 1.0, "xtc_probability": 0.5}
 @pytest.mark.parametrize(
     ("options", "cached", "drawing"),
     [
-        ({"resident": 1}, True, TOP_P),
         ({"resident": 1, "prefix_cache": "on"}, False, TOP_P),
         ({"resident": 1, "draft": "ngram"}, True, XTC),
         ({"draft": "ngram"}, False, TOP_P),

@@ -446,7 +446,7 @@ def test_a_prompt_cache_of_another_model_is_refused_before_any_pass(
     assert status == 2 and "cache.safetensors: 7 bytes" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma3_text", "recurrent_gemma", "llama4", "rwkv7", "mamba2"])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "gemma3_text", "llama4", "rwkv7"])
 def test_a_models_own_cache_goes_on_in_any_state(model_type: str, tmp_path: Path, demo_model: Path) -> None:
     tokenizer = load_tokenizer(demo_model)
     tokenizer.eos_token_ids = set()

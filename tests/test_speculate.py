@@ -36,8 +36,7 @@ from stand_ins import Oracle, TokensOnly
 
 TYPES = {
     "llama": False, "gemma3_text": True, "qwen3_5": False, "mamba2": True, "rwkv7": False, "falcon_h1": True,
-    "recurrent_gemma": True, "deepseek_v3": True,
-    "nemotron_h": True, "lfm2": False, "gpt_oss": True, "jamba": True, "qwen3_next": True, "qwen3_5_moe": True,
+    "recurrent_gemma": True, "deepseek_v3": True, "qwen3_5_moe": True,
 }  # fmt: skip
 """A type for each set of caches, and whether its drafted tokens share a pass."""
 
