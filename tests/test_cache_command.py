@@ -144,7 +144,7 @@ def test_whoever_begins_to_use_what_is_going_waits_and_finds_a_new_folder(tmp_pa
         time.sleep(0.2)
         assert waiting.is_alive()
         folder.rename(cache_dir() / "removed-1-m")
-    waiting.join(10)
+    waiting.join(60)
     assert [p.name for p in folder.iterdir()] == [".use"]
     with pytest.raises(outcore.StoreError, match="in use by a running process"):
         remove_folder(folder)

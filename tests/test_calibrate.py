@@ -507,7 +507,7 @@ def test_a_disk_that_is_very_slow_is_measured_in_the_same_time(
     monkeypatch.setattr(disk, "RATE_S", 0.4)
     began = time.perf_counter()
     found, _ = calibrate.calibrated(None, tmp_path, 1)
-    assert time.perf_counter() - began < 15, "such a disk would be read for a minute"
+    assert time.perf_counter() - began < 45, "such a disk would be read for a minute"
     assert found.measured and rate / 3e9 < found.read_gbps < rate * 1.5e-9
 
 

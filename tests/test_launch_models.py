@@ -102,7 +102,7 @@ def broken(rank: int, folder: Path, *where: str) -> subprocess.CompletedProcess[
 def test_what_ends_one_rank_is_reported_by_all(tmp_path: Path) -> None:
     began = time.monotonic()
     done = broken(1, tmp_path, "--hosts", "local,local")
-    assert done.returncode == 1 and time.monotonic() - began < 30
+    assert done.returncode == 1 and time.monotonic() - began < 100
     assert "outcore generate: rank 1 (local): layer 3: the disk is gone\n" in done.stderr
 
 
@@ -197,7 +197,7 @@ def test_several_ranks_hold_one_conversation(
         os.write(terminal, b"q\n")
         assert launcher.stdout is not None
         shared = json.loads(launcher.stdout.read().splitlines()[-1])
-        assert launcher.wait(30) == 0, seen
+        assert launcher.wait(60) == 0, seen
     finally:
         launcher.kill()
         launcher.communicate()

@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 TOY = Path(__file__).parent / "support" / "link_toy.py"
-ENDS_S = 10.0
+ENDS_S = 60.0
 
 
 class Ranks:
@@ -65,9 +65,9 @@ class Ranks:
         assert stream is not None
         return stream
 
-    def ended(self, *but: int, within_s: float = ENDS_S) -> dict[int, tuple[int, str]]:
+    def ended(self, *but: int) -> dict[int, tuple[int, str]]:
         """Status and errors of all ranks but some; each in time."""
-        end, found = time.monotonic() + within_s, {}
+        end, found = time.monotonic() + ENDS_S, {}
         for rank, process in self.processes.items():
             if rank not in but:
                 _, errors = process.communicate(timeout=max(0.01, end - time.monotonic()))
@@ -93,7 +93,7 @@ def toy(size: int, *words: str) -> pytest.MarkDecorator:
 def test_ranks_that_nothing_happens_to_end_well(ranks: Ranks) -> None:
     for rank in range(3):
         ranks.start(rank)
-    assert ranks.ended(within_s=20) == dict.fromkeys(range(3), (0, ""))
+    assert ranks.ended() == dict.fromkeys(range(3), (0, ""))
 
 
 @toy(3, "1000000")
@@ -129,18 +129,18 @@ def test_a_main_thread_that_does_nothing_though_it_is_due_is_found_out(ranks: Ra
     for rank in range(3):
         ranks.start(rank, OUTCORE_LINK_STALL_S="3")
     ranks.rounds(0)  # a busy machine may take long to start them
-    for status, errors in ranks.ended(within_s=ENDS_S + 2).values():
+    for status, errors in ranks.ended().values():
         assert status == 1
         assert re.search(r"rank 1 \(host1\): has done nothing for \d+ s, while rank 2 waits for it", errors)
 
 
 @toy(3, "1")
 def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
-    ranks.start_s = 2
+    ranks.start_s = 6
     ranks.start(0)
     ranks.start(1)
     for status, errors in ranks.ended().values():
-        assert (status, errors) == (1, "toy: rank 2 (host2) did not come within 2 s of the start")
+        assert (status, errors) == (1, "toy: rank 2 (host2) did not come within 6 s of the start")
 
 
 @toy(3, "1")
@@ -149,7 +149,7 @@ def test_a_rank_with_a_wrong_key_gets_an_error(ranks: Ranks) -> None:
     ranks.start(0)
     ranks.start(1, OUTCORE_LINK_KEY="another key altogether")
     ranks.start(2)
-    ended = ranks.ended(within_s=25)
+    ended = ranks.ended()
     assert ended[1] == (1, "toy: rank 0 (host0) did not come within 4 s of the start: it hung up: it has another key")
     assert ended[0][0] == 1
     assert ended[0][1].startswith("toy: rank 1 (host1) did not come within 4 s of the start; last refused: 127.0.0.1: ")
@@ -183,9 +183,12 @@ def test_ranks_do_not_outlive_what_started_them(ranks: Ranks) -> None:
 def test_a_rank_that_waits_takes_no_processor_time(ranks: Ranks) -> None:
     for rank in range(2):
         ranks.start(rank)
-    time.sleep(1.5)
     waiting = psutil.Process(ranks.processes[1].pid)
-    before = sum(waiting.cpu_times()[:2])
-    time.sleep(3.0)
-    assert sum(waiting.cpu_times()[:2]) - before <= 0.05 * 3.0
-    assert waiting.is_running()
+    end = time.monotonic() + 60
+    while True:  # until it has begun to wait
+        began, before = time.monotonic(), sum(waiting.cpu_times()[:2])
+        time.sleep(2.0)
+        if sum(waiting.cpu_times()[:2]) - before <= 0.05 * (time.monotonic() - began):
+            break
+        assert began < end
+    assert waiting.is_running() and waiting.status() != psutil.STATUS_ZOMBIE

@@ -78,7 +78,7 @@ class Reading(threading.Thread):
 
     def stop(self) -> None:
         self.over = True
-        self.join(20)
+        self.join(60)
         assert not self.is_alive()
 
 

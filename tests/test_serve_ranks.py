@@ -136,10 +136,13 @@ def test_eight_clients_at_once_get_one_machines_answers(two: Served, expected: l
     assert 10 <= sweeps(address) - before < 30, "48 tokens"
     # Alone they have drafts, and the same texts.
     assert asked(address, ASKS[:6], together=False) == expected[:6]
-    began, busy = time.monotonic(), [sum(p.cpu_times()[:2]) for p in ranks.values()]
-    time.sleep(4)
-    spent = [sum(p.cpu_times()[:2]) - b for p, b in zip(ranks.values(), busy, strict=True)]
-    assert max(spent) < 0.05 * (time.monotonic() - began), "processor seconds of ranks that nobody asks"
+    end, spent, took = time.monotonic() + 60, 1.0, 1.0
+    while spent >= 0.05 * took:  # what answers leave to be done, is done some time
+        began, busy = time.monotonic(), [sum(p.cpu_times()[:2]) for p in ranks.values()]
+        assert began < end, f"{spent} processor seconds in {took} of ranks that nobody asks"
+        time.sleep(2)
+        spent = max(sum(p.cpu_times()[:2]) - b for p, b in zip(ranks.values(), busy, strict=True))
+        took = time.monotonic() - began
     assert asked(address, ASKS[:1], together=True) == expected[:1]
 
 

@@ -445,7 +445,7 @@ def test_an_answer_that_takes_too_long_to_end_says_so() -> None:
             assert b'data: {"error":"the server is shutting down"}' in streamed
             assert streamed.endswith(b"\r\n0\r\n\r\n")  # the stream's proper end
             assert whole.startswith(b"HTTP/1.1 503 ") and b"shutting_down" in whole
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 60
         assert not server.raised and server.service.under_way == 0
 
     asyncio.run(test())

@@ -50,7 +50,7 @@ def test_a_signal_while_a_model_is_taken_leaves_it_free() -> None:
     others: list[threading.Thread] = []
     thread = threading.Thread(target=lambda: others.append(exclusive.hold()))
     thread.start()
-    thread.join(10)
+    thread.join(60)
     free = others == [thread]
     exclusive.give_back(threading.current_thread())
     thread.join()
