@@ -30,6 +30,7 @@ import quick_transformers
 import zoo
 from outcore.calibration import first_use
 from outcore.disk.disk_probe import wrong_reads
+from outcore.machine import written
 from outcore.machine.allocator import AllocatorLimits, limits
 from rank_processes import RankProcesses, WaitingRanks
 
@@ -128,6 +129,7 @@ def own_cache(
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("OUTCORE_CACHE", str(cache))
     monkeypatch.setattr(first_use, "wrong_reads", wrong_reads_once)
+    monkeypatch.setattr(written, "_pending", {})
     monkeypatch.setenv("OUTCORE_MONITOR", "off")  # what is tested is nobody's business but its tests'
 
 

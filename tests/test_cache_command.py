@@ -21,8 +21,10 @@ from outcore.calibration.calibration_file import store_calibration
 from outcore.calibration.first_use import mark
 from outcore.checkpoint.packed_store import open_model
 from outcore.cli.main import main
+from outcore.machine import written
 from outcore.machine.cache_folder import cache_dir, keep, remove_folder
 from outcore.plan.machine_profile import Calibration
+from outcore.sizes import format_size
 from outcore_packs.full_copy import pack_model
 from outcore_tools import cache
 from test_pack import original
@@ -239,3 +241,30 @@ def test_conversations_are_shown_and_only_removed_by_name(tmp_path: Path, capsys
     assert "in use by a process" in capsys.readouterr().err and (folder / "work.json").exists()
     assert main(["cache", "rm", "sessions-work"]) == 0
     assert sorted(p.name for p in folder.iterdir()) == ["play.json", "play.lock", "work.lock"]
+
+
+def test_what_was_written_is_told_by_purpose_whether_it_is_still_there_or_not(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["cache", "ls", "--json"]) == 0
+    before = json.loads(capsys.readouterr().out)
+    assert (before["written"], before["written_since"]) == ([], None) and not (cache_dir() / written.FILE).exists()
+    copy = pack_model(original(tmp_path / "m", num_hidden_layers=2), None).folder
+    packed = sum(p.stat().st_size for p in copy.glob("*.safetensors"))
+    assert packed > 10_000
+    # A process that is killed has added up by then, but for less than EACH.
+    monkeypatch.setattr(written, "EACH", 100)
+    for nbytes in (60, 60, 99):
+        written.wrote("conversions", nbytes)
+    written._pending.pop("conversions")
+    with (cache_dir() / written.FILE).open("a") as file:
+        file.write("nonsense\n1 2 \x1b[2J\n1 -5 prompts\n")
+    assert main(["cache", "rm", copy.name]) == 0
+    capsys.readouterr()
+    assert main(["cache", "ls", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["written"] == [{"what": "conversions", "bytes": 120}, {"what": "packed copies", "bytes": packed}]
+    assert abs(found["written_since"] - time.time()) < 1000
+    assert main(["cache", "ls"]) == 0
+    out = capsys.readouterr().out
+    assert f": conversions 120 B, packed copies {format_size(packed)}\n" in out and "\x1b" not in out

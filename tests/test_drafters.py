@@ -28,9 +28,10 @@ from outcore.decode.speculative.proposers import Guess
 from outcore.decode.speculative.sources import parse_draft
 from outcore.disk import reader as reader_module
 from outcore.errors import BudgetError, CheckpointError, ReadError, UnsupportedModelError, UsageError
-from outcore_drafters.proposer import BlockProposer
+from outcore.plan.joint_plan import MOST
+from outcore_drafters.proposer import STEP, BlockProposer
 from outcore_drafters.source import SharedParts
-from outcore_drafts.mtp.hidden_states import HiddenStates
+from outcore_drafts.mtp.hidden_states import WINDOW, HiddenStates
 from stand_ins import TokensOnly
 
 PROMPT = [3 + i % 40 for i in range(9)]
@@ -208,6 +209,10 @@ def test_the_budget_holds_with_a_drafter(tmp_path: Path, monkeypatch: pytest.Mon
         peak = mx.get_peak_memory() - others
         weights = sum(a.nbytes for _, a in tree_flatten(session.drafting.model.parameters()))
         assert budget - weights < peak <= budget
+    # Of a long prompt no more states are planned, whatever its chunks.
+    long: dict[str, Any] = {"context": 4096, "prompt": 4000}
+    rest = [preparation.prepare(folder, draft=str(each), **long).profile.size.rest for each in (drafter, "none")]
+    assert rest[0] - rest[1] == (WINDOW + 2 * (MOST + STEP)) * 3 * 256 * 4
     least = {bits: smallest(folder, drafter, draft_bits=bits, **options) for bits in (None, 8, 2)}
     assert least[None] - least[8] > 0.6 * weights and least[8] - least[2] > 0.1 * weights
 

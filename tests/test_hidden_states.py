@@ -48,3 +48,16 @@ def test_hidden_states_of_given_up_tokens_are_forgotten(states: tuple[HiddenStat
     compute(6, 2)  # what was between is not known
     taken = hidden.take(4)
     assert taken is not None and taken[0] == 6 and hidden.end == 8
+
+
+def test_of_a_prompt_s_pass_only_the_window_is_kept_and_goes_in_pieces(states: tuple[HiddenStates, Any]) -> None:
+    hidden, compute = states
+    hidden.expect(30)
+    compute(0, 29)
+    assert [a.shape for a in hidden.arrays] == [(1, 7, 1)] and hidden.end == 29
+    compute(29, 1)
+    compute(30, 2)
+    taken = hidden.take_pieces(0, 3)
+    assert taken is not None and taken[:2] == (24, 8)
+    assert [piece.reshape(-1).tolist() for piece in taken[2]] == [[24, 25, 26], [27, 28, 29], [30, 31]]
+    assert hidden.take_pieces(0, 3) is None

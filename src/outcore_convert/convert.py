@@ -40,6 +40,7 @@ from outcore.machine.device import device_kind
 from outcore.machine.hardware import version
 from outcore.machine.memory import free_heap, peak_rss, rss
 from outcore.machine.small_files import CONFIG_BYTES, parse_json, read_small
+from outcore.machine.written import wrote
 from outcore.sizes import format_size
 
 from .recipe import Job, Recipe, Settings, Tensor, recipe_of
@@ -300,6 +301,7 @@ class Writer:
         while data:
             written = disk_calls.system().write(fd, data)
             data, at = data[written:], at + written
+            wrote("conversions", written)
         return at
 
     def _landed(self, shard: Shard) -> None:

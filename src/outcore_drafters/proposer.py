@@ -61,17 +61,16 @@ class BlockProposer:
         """Has the drafter take in the text's new tokens, each with the token after it."""
         if self._network is None or self._hidden.end == self._followed:
             return
-        taken = self._hidden.take(self._followed)
+        taken = self._hidden.take_pieces(self._followed, STEP)
         if taken is None:
             self._known = None
             return
-        at, states = taken
+        at, count, pieces = taken
         if at > self._followed or self._known is None:
             # Some states are missing: begin anew from here.
             self._known = self._network.text(self._shared)
-        ids = self._text[len(self._text) - states.shape[1] :]
-        for first in range(0, len(ids), STEP):
-            following = mx.array(ids[first : first + STEP], dtype=mx.int32)
-            self._known.begin(states[:, first : first + STEP], following)
+        ids = self._text[len(self._text) - count :]
+        for first, states in zip(range(0, count, STEP), pieces, strict=True):
+            self._known.begin(states, mx.array(ids[first : first + STEP], dtype=mx.int32))
             mx.eval(self._known.arrays)
-        self._followed = at + len(ids)
+        self._followed = at + count

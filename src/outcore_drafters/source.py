@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from outcore.checkpoint.find_model import name_of
 from outcore.decode.opening import Opening
-from outcore.decode.passes import MLX_LM_STEP, HiddenKeeper
+from outcore.decode.passes import HiddenKeeper
 from outcore.decode.speculative.acceptance import AcceptanceStats
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting, TextState
@@ -26,7 +26,7 @@ from outcore.errors import OutcoreError, UnsupportedModelError, UsageError, call
 from outcore.machine.allocator import clear_cache
 from outcore.machine.device import on_cpu
 from outcore.modules.split_linear import split_rows
-from outcore.plan.joint_plan import Draft
+from outcore.plan.joint_plan import MOST, Draft
 from outcore.sizes import held_bytes
 from outcore.text import one_line, shortened
 from outcore_drafts.draft_model import draft_folder
@@ -35,7 +35,7 @@ from outcore_drafts.mtp.hidden_states import WINDOW, HiddenStates
 
 from .config import check_target, config_of, is_drafter, kind_of, open_drafter, sketched
 from .drafter import BlockDrafter, DraftedModel
-from .proposer import DRAFTER, BlockProposer
+from .proposer import DRAFTER, STEP, BlockProposer
 from .published import PUBLISHED, keep, seen_chance, seen_file
 from .tap import LayerTaps
 
@@ -78,8 +78,8 @@ class Drafters(DraftSource):
         growing = tuple((each * item // 2, most) for each, most in network.growing)
         size, layers = profile.size, trunk(text_model(profile.lazy.model)).layers
         numbers = {id(layer.module): n for n, layer in enumerate(profile.layers)}
-        # Of a prompt's chunks that end in the window, all states are there until they are computed.
-        tokens = WINDOW + min(size.prompt, o.prefill_step_size or MLX_LM_STEP)
+        # Those of a window; and twice, while they are joined, those of a pass with drafts and of a step of the drafter.
+        tokens = min(WINDOW, size.context) + 2 * (MOST + STEP)
         states = tokens * len(network.taps) * state_bytes(profile)
         seen = seen_file(profile.lazy.checkpoint, folder, o.draft_bits)
         draft = Draft(

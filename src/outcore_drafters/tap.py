@@ -10,19 +10,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outcore.modules.hooks import TAP, arrays_in, handle
+from outcore.modules.hooks import TAP, arrays_in, copy_of, handle
 
 
 def _nothing() -> None: ...
 
 
 class Tapped:
-    """Base class before a layer's own class; shows the outputs of its calls to ``TAP``."""
+    """Base class before a layer's own class; shows the outputs of its calls to ``TAP``, which may return others of the
+    same values."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        self.__dict__[TAP](out)
-        return out
+        found = self.__dict__[TAP](out)
+        return out if found is None else found
 
 
 class LayerTaps:
@@ -47,22 +48,31 @@ class LayerTaps:
             layer.__dict__[TAP] = self._tap(n)
 
     def _tap(self, n: int) -> Any:
-        def tap(out: Any) -> None:
-            heard: list[list[mx.array]] | None = getattr(self._heard, "now", None)
-            if heard is not None and (arrays := arrays_in(out)):
+        def tap(out: Any) -> Any:
+            now: tuple[list[list[mx.array]], int] | None = getattr(self._heard, "now", None)
+            if now is None or not (arrays := arrays_in(out)):
+                return None
+            (heard, skip), state = now, arrays[0]
+            if not skip or state.ndim != 3:
                 # A later layer may write into the array. This one holds no weights: the array is computed with its
                 # layer, before the layer's slot is used again.
-                heard[n].append(handle(arrays[0]))
+                heard[n].append(handle(state))
+                return None
+            heard[n].append(kept := copy_of(state[:, skip:]))
+            # Computed before the next layer, so that the others' states go as soon as that has read them.
+            (state,) = mx.depends([state], [kept])
+            return state if out is arrays[0] else (state, *out[1:]) if isinstance(out, tuple) else None
 
         return tap
 
     @contextmanager
-    def listening(self) -> Iterator[list[mx.array]]:
+    def listening(self, skip: int = 0) -> Iterator[list[mx.array]]:
         """Records what passes that this thread builds meanwhile put out. The list gets one array (1, tokens, layers *
-        hidden) at the end, unevaluated, unless the layers were not called once each."""
+        hidden) at the end, unevaluated, unless the layers were not called once each; the first ``skip`` tokens' states
+        are left out, and not kept."""
         each: list[list[mx.array]] = [[] for _ in range(self._count)]
         joined: list[mx.array] = []
-        self._heard.now = each
+        self._heard.now = each, skip
         try:
             yield joined
         finally:

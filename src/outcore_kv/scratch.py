@@ -19,6 +19,7 @@ from pathlib import Path
 from outcore.disk import disk_calls
 from outcore.disk.open_file import OpenFile, ShortRead, fill
 from outcore.errors import ClosedError, StoreError
+from outcore.machine.written import wrote
 from outcore.sizes import BLOCK, format_size, round_up
 
 # ``FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE``, linux/falloc.h.
@@ -131,6 +132,7 @@ class Scratch:
         try:
             while done < len(data):
                 done += os.pwrite(self._fd, data[done:], offset + done)
+            wrote("contexts", done)
         except OSError as e:
             raise self._failed(e, len(data)) from e
         self._calls.forget(self._fd, offset, len(data))

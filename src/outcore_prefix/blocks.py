@@ -27,6 +27,7 @@ from outcore.checkpoint.lazy_model import DTYPES
 from outcore.checkpoint.packed_bytes import array_bytes
 from outcore.errors import StoreError
 from outcore.machine.cache_folder import make_cache
+from outcore.machine.written import wrote
 
 MAGIC, SCHEMA = b"OUTCTX1\n", 1
 # The longest head that is read.
@@ -87,6 +88,7 @@ class BlockFiles:
                         for part in array_bytes(n, array):
                             digest.update(part)
                             out.write(part)
+                            wrote("prompts", len(part))
                     out.write(digest.digest())
                 partial.rename(self.folder / name)
             finally:

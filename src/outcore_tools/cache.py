@@ -10,7 +10,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from outcore.cli.output import tell
 from outcore.errors import OutcoreError, UsageError
 from outcore.machine.cache_folder import REMOVED, SESSIONS, WRITER, InUseError, cache_dir, remove_folder, state
 from outcore.machine.small_files import INDEX_BYTES, parse_json, read_small
+from outcore.machine.written import FILE, add_up
 from outcore.sizes import format_size
 from outcore.text import counted, shortened
 
@@ -86,7 +87,7 @@ def _agreed(chosen: Sequence[Entry]) -> bool:
 
 
 def _list(args: argparse.Namespace, found: Sequence[Entry]) -> None:
-    now, total = time.time(), sum(e.nbytes for e in found)
+    now, total, (since, sums) = time.time(), sum(e.nbytes for e in found), written()
     args.result.record = {
         "folder": str(cache_dir()),
         "bytes": total,
@@ -102,9 +103,12 @@ def _list(args: argparse.Namespace, found: Sequence[Entry]) -> None:
             }
             for e in found
         ],
+        "written": [{"what": what, "bytes": nbytes} for what, nbytes in sums.items()],
+        "written_since": since,
     }
     if not found:
         print(f"nothing in {cache_dir()}")
+        _tell_written(since, sums)
         return
     rows = []
     for e in found:
@@ -114,12 +118,34 @@ def _list(args: argparse.Namespace, found: Sequence[Entry]) -> None:
     out = console(max(len(e.name) + len(e.model or "") for e in found) + 90, soft_wrap=False)
     out.print(table(["~name", "~kind", "~model", ">size", ">used", ""], rows))
     print(f"{counted(len(found), 'item')}, {format_size(total)} in {cache_dir()}")
+    _tell_written(since, sums)
+
+
+def written() -> tuple[float | None, dict[str, int]]:
+    """Returns since when it is counted what Outcore writes to disks (None: nothing was), and the bytes by purpose."""
+    add_up()
+    since: float | None = None
+    sums: dict[str, int] = {}
+    with suppress(OSError):
+        for line in (cache_dir() / FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+            if found := _WRITTEN.fullmatch(line):
+                since = float(found[1]) if since is None else min(since, float(found[1]))
+                sums[found[3]] = sums.get(found[3], 0) + int(found[2])
+    return since, dict(sorted(sums.items()))
+
+
+def _tell_written(since: float | None, sums: Mapping[str, int]) -> None:
+    """Says what was written to disks, in the cache and elsewhere, whether it lies there still or not."""
+    if since is not None:
+        each = ", ".join(f"{what} {format_size(nbytes)}" for what, nbytes in sums.items())
+        print(f"written since {time.strftime('%Y-%m-%d', time.localtime(since))}: {each}")
 
 
 def _age(seconds: float) -> str:
     return next((f"{int(seconds // length)} {unit} ago" for unit, length in _AGES if seconds >= length), "now")
 
 
+_WRITTEN = re.compile(r"(\d{1,12}) (\d{1,18}) ([a-z' ]{1,40})")
 _COPY = re.compile(r"(overlay|full|draft)-(.+)-[0-9a-f]{16}-[0-9a-f]{8}")
 _PROMPTS = re.compile(r"(.+)-[0-9a-f]{16}-[0-9a-f]{8}")
 _MLX = re.compile(r"mlx-\d+\.\d+[\w.+]*-\S+")

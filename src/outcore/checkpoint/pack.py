@@ -25,6 +25,7 @@ from ..errors import StoreError, StoreSpaceError
 from ..machine.allocator import clear_cache
 from ..machine.cache_folder import WRITER as _LOCK
 from ..machine.cache_folder import cache_dir, keep, make_cache, require_own
+from ..machine.written import wrote
 from ..modules.layers import Layer, named_parameters
 from ..sizes import format_size
 from .checkpoint import Checkpoint, open_checkpoint
@@ -264,7 +265,8 @@ class PackWriter:
                     digest.update(data)
                     self.done += len(data)
                     while data:
-                        data = data[calls.write(out.fileno(), data) :]
+                        data = data[(count := calls.write(out.fileno(), data)) :]
+                        wrote("packed copies", count)
                     self._tell(what)
                 os.fsync(out.fileno())
             status = temporary.stat()

@@ -23,8 +23,9 @@ WINDOW = 256
 class Tap(Protocol):
     """Records states that a model's passes compute."""
 
-    def listening(self) -> AbstractContextManager[list[mx.array]]:
-        """Returns a context in which states of passes that this thread builds are recorded, (1, tokens, hidden)."""
+    def listening(self, skip: int = 0) -> AbstractContextManager[list[mx.array]]:
+        """Returns a context in which states of passes that this thread builds are recorded, (1, tokens, hidden), but
+        those of the first ``skip`` tokens, whose memory is not kept."""
 
 
 class HiddenTap:
@@ -40,16 +41,17 @@ class HiddenTap:
 
     def _call(self, original: Callable[..., mx.array], args: Any, kwargs: Any) -> mx.array:
         states = original(*args, **kwargs)
-        heard: list[mx.array] | None = getattr(self._heard, "now", None)
-        if heard is not None:
-            heard.append(states)
+        now: tuple[list[mx.array], int] | None = getattr(self._heard, "now", None)
+        if now is not None:
+            heard, skip = now
+            heard.append(copy_of(states[:, skip:]) if skip else states)
         return states
 
     @contextmanager
-    def listening(self) -> Iterator[list[mx.array]]:
+    def listening(self, skip: int = 0) -> Iterator[list[mx.array]]:
         """Records the outputs of passes that this thread builds meanwhile: arrays (1, tokens, hidden), unevaluated."""
         heard: list[mx.array] = []
-        self._heard.now = heard
+        self._heard.now = heard, skip
         try:
             yield heard
         finally:
@@ -84,10 +86,11 @@ class HiddenStates:
         if first + tokens <= self._first:
             yield
             return
-        with self._tap.listening() as heard:
+        skip = max(0, self._first - first)
+        with self._tap.listening(skip) as heard:
             yield
-        if len(heard) == 1 and heard[0].shape[:2] == (1, tokens):
-            self._add(first, heard[0])
+        if len(heard) == 1 and heard[0].shape[:2] == (1, tokens - skip):
+            self._add(first + skip, heard[0])
 
     def _add(self, first: int, states: mx.array) -> None:
         if first > self.end:
@@ -115,11 +118,29 @@ class HiddenStates:
     def take(self, known: int) -> tuple[int, mx.array] | None:
         """Removes all states. Returns the position of the first and the states (1, tokens, hidden), from token
         ``known`` on or, if older ones are missing, later; None if there are none."""
+        found = self.take_pieces(known, max(1, self.end))
+        return None if found is None else (found[0], next(found[2]))
+
+    def take_pieces(self, known: int, step: int) -> tuple[int, int, Iterator[mx.array]] | None:
+        """As ``take``, but returns the position, how many tokens there are, and an iterator of the states of ``step``
+        tokens at a time. Each is forgotten once it was passed on, so that states are never in memory twice."""
         parts, self._parts = self._parts, []
         wanted = [
             (max(first, known), a[:, max(0, known - first) :]) for first, a in parts if first + a.shape[1] > known
         ]
         if not wanted:
             return None
-        states = [a for _, a in wanted]
-        return wanted[0][0], states[0] if len(states) == 1 else mx.concatenate(states, axis=1)
+        return wanted[0][0], sum(a.shape[1] for _, a in wanted), _pieces([a for _, a in reversed(wanted)], step)
+
+
+def _pieces(parts: list[mx.array], step: int) -> Iterator[mx.array]:
+    """Yields the states of ``parts``, the last one first, ``step`` tokens at a time; empties the list."""
+    while parts:
+        piece, left = list[mx.array](), step
+        while parts and left:
+            part = parts.pop()
+            piece.append(part[:, :left])
+            if part.shape[1] > left:
+                parts.append(part[:, left:])
+            left -= piece[-1].shape[1]
+        yield piece[0] if len(piece) == 1 else mx.concatenate(piece, axis=1)
