@@ -25,6 +25,7 @@ from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.text_drafts import TextDrafts
 from outcore.disk.disk_calls import DiskCalls
 from outcore.disk.metrics import Metrics
+from outcore.engine.draft_memory import give_back, take
 from outcore.errors import StoreSpaceError
 from outcore.machine.hardware import cores
 from outcore.plan.joint_plan import MOST, NGRAM, REPEATED, Choice, Draft, Planned, Planning, expected, fastest
@@ -101,21 +102,19 @@ def test_the_fastest_is_taken_unless_something_simpler_is_about_as_fast() -> Non
     assert fastest([impossible, none]) is none
 
 
-def test_n_grams_that_cost_nothing_are_tried_whatever_is_predicted() -> None:
-    def way(draft: Draft | None, read: int, token_s: float, calibrated: bool = True) -> Choice:
-        plan = replace(planned(draft).plan, bytes_per_token=read, calibrated=calibrated)
-        return Choice("", Planned(plan, planned(draft).size, draft), token_s=token_s)
+def test_where_nothing_was_measured_the_fewest_bytes_for_a_token_count() -> None:
+    def way(draft: Draft | None, read: int) -> Choice:
+        plan = replace(planned(draft).plan, bytes_per_token=read)
+        return Choice("", Planned(plan, planned(draft).size, draft), token_s=float(read), measured=False)
 
-    ngram, copy = Draft(NGRAM, NGRAM), Draft(SELF, "self:2")
-    none = way(None, 100, 1.0)
-    free, dear = way(ngram, 101, 1.2), way(ngram, 110, 1.2)
-    assert fastest([none, free]) is free and fastest([none, dear]) is none
-    assert fastest([none, free, better := way(copy, 90, 1.1)]) is better
-    assert fastest([none, way(copy, 90, 1.1)]) is none
-    # Where nothing was measured, bytes are all that is known: a pass has to be worth those that it reads more.
-    none = way(None, 100, 1.0, False)
-    worth, dear = way(ngram, 150, 1.2, False), way(ngram, 170, 1.2, False)
-    assert fastest([none, worth]) is worth and fastest([none, dear]) is none
+    none, ngram = way(None, 100), Draft(NGRAM, NGRAM)
+    assert fastest([none, best := way(ngram, round(95 * REPEATED))]) is best
+    assert fastest([none, way(ngram, round(100 * REPEATED))]) is none
+    drafter = way(Draft("drafter", "small", chance=0.6), 120)
+    assert fastest([none, best, drafter, way(Draft("drafter", "large", chance=0.6), 300)]) is drafter
+    # A copy of the model is written to the disk first: not without knowing that it pays.
+    assert fastest([none, way(Draft(SELF, "self:2", copies_model=True, chance=0.9), 50)]) is none
+    assert fastest([none, replace(drafter, measured=True, token_s=99.0)]) is none, "by seconds where these are known"
 
 
 @pytest.fixture(scope="module")
@@ -301,35 +300,60 @@ def test_memory_of_a_draft_that_does_not_pay_goes_to_layers_in_mid_text(
         model, _ = outcore.load_model(folder, memory=memory, draft=draft, govern=False, **options)
         with model.outcore as session:
             found.append((session.drafting and session.drafting.name, len(session.plan.resident), session))
-            return [r.token for r in outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6], max_tokens=32)]
+            return [r.token for r in outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6], max_tokens=48)]
 
     found: list[tuple[str | None, int, Any]] = []
     expected = answer("none")
-    asked = iter([True])
-    monkeypatch.setattr(TextDrafts, "_is_worth_less_than_layers", lambda self: next(asked, False))
+    held: list[int] = []
+
+    def weigh(self: TextDrafts, *_: Any) -> None:
+        """Gives the draft's memory to layers, and gives n-grams theirs back later."""
+        self._session.acceptance.weighed = self._session.acceptance.sweeps
+        held.append(len(self._session.plan.resident))
+        if len(held) == 1:
+            give_back(self._session.residency.layers)
+        else:
+            drafted.append(self._session.size.drafted)
+            take(self._session.residency.layers, 8)
+
+    drafted: list[int] = []
+    monkeypatch.setattr(text_drafts, "SETTLED", 1)
+    monkeypatch.setattr(TextDrafts, "_weigh", weigh)
     assert answer("auto") == expected
     name, before, session = found[-1]
-    assert name == chosen and session.drafting.name == NGRAM
-    assert session.size.drafted == 0 and "layers have its memory" in " ".join(session.notes)
-    assert len(session.plan.resident) >= before and session.plan.peak_bytes <= memory
+    assert name == chosen and session.drafting.name == NGRAM and "layers have its memory" in " ".join(session.notes)
+    assert held[0] == before <= held[1] and drafted[0] == 0, "layers came with the passes that read them anyway"
+    assert session.size.drafted == 8 and session.plan.peak_bytes <= memory
 
 
-def test_a_draft_pays_or_not_by_what_the_latest_passes_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass of 1 s, 0.9 s of which wait for the disk; without a draft it would read half as much."""
-    learnt = AcceptanceStats()
-    for _ in range(2):
-        learnt.swept(None, 1, 1.0)
+def test_memory_goes_where_the_latest_passes_say_that_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of 1 s, 0.9 s of which wait for the disk; drafts' memory is worth half of what it reads."""
     metrics = Metrics(sweeps=10, bytes_read=1000, read_s=10.0, stall_s=9.0)
-    plans = [SimpleNamespace(bytes_per_token=n, pools=(), kv_slot=0, streams=True) for n in (100, 50)]
-    residency = SimpleNamespace(layers=SimpleNamespace(adapts=True))
-    monkeypatch.setattr(text_drafts, "plan_without_draft", lambda layers: plans[1])
-    drafts = object.__new__(TextDrafts)
-    drafts._session = SimpleNamespace(  # type: ignore[assignment]
-        metrics=metrics, plan=plans[0], residency=residency, size=SimpleNamespace(drafted=8)
-    )
-    drafts.control = DraftLengthPolicy(acceptance=learnt)
-    for tokens, wasted in ((1.2, True), (3.0, False)):
-        learnt.lately = tokens, 1.0
-        assert drafts._is_worth_less_than_layers() == wasted
-    learnt.lately, metrics.stall_s = (1.2, 1.0), 0.1  # computing is the limit: layers would save nothing
-    assert not drafts._is_worth_less_than_layers()
+    plan = SimpleNamespace(budget_bytes=1 << 30, pools=(), kv_slot=0, streams=True)
+    layers, size = SimpleNamespace(draft=None), planned(Draft(NGRAM, NGRAM)).size
+    monkeypatch.setattr(text_drafts, "bytes_moved", lambda _, drafted=0: -50 if drafted else 50)
+    moves: list[str] = []
+    monkeypatch.setattr(text_drafts, "give_back", lambda _: moves.append("given"))
+    monkeypatch.setattr(text_drafts, "take", lambda _, drafted: moves.append("taken"))
+
+    def moved(tokens: float, repeated: float, drafted: int = 8, draft: Any = None, stall_s: float = 9.0) -> list[str]:
+        """What happens after passes of 1 s that gave so many tokens, n-grams having known that share of them."""
+        drafts, learnt = object.__new__(TextDrafts), AcceptanceStats(lately=(tokens, 1.0, repeated * tokens))
+        for _ in range(2):
+            learnt.swept(None, 1, 1.0)
+        layers.draft, metrics.stall_s = draft, stall_s
+        drafts._session = SimpleNamespace(  # type: ignore[assignment]
+            metrics=metrics, plan=plan, residency=SimpleNamespace(layers=layers), drafting=None,
+            size=replace(size, drafted=drafted),
+        )  # fmt: skip
+        drafts.most = MOST
+        moves.clear()
+        drafts._weigh(DraftLengthPolicy(acceptance=learnt), learnt)
+        return [*moves]
+
+    assert moved(1.2, 0.2) == ["given"] and moved(3.0, 0.7) == []
+    assert moved(1.2, 0.2, stall_s=0.0) == [], "computing is the limit: layers would save nothing"
+    # N-grams come back where the text repeats more than the layers' reading costs.
+    assert moved(1.0, 0.2, drafted=0) == [] and moved(1.0, 0.7, drafted=0) == ["taken"]
+    # A drafter has to be better than n-grams would be; these have its place at once.
+    assert moved(3.0, 0.2, draft=object()) == [] and moved(1.2, 0.6, draft=object()) == ["given", "taken"]

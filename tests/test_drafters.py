@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import drafter_parity
 import outcore
 import zoo
 from outcore.decode import one_text, preparation, text_drafts
+from outcore.decode.preparation import prepare
 from outcore.decode.sampling import make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.proposers import Guess
@@ -340,3 +342,17 @@ def test_states_are_the_outputs_of_the_layers_that_the_config_names(made: Any) -
             # The numbers count from the embeddings.
             wanted = mx.concatenate([outputs[n] for n in (0, 2, 3)], axis=-1)
             assert len(heard) == 1 and mx.array_equal(heard[0], wanted).item()
+
+
+def test_auto_takes_the_drafter_in_the_model_s_folder(made: Any, tmp_path: Path) -> None:
+    """A machine that was never measured: it guesses more than repetitions do, and reads hardly more."""
+    folder, drafter, _ = made("qwen3")
+    model = shutil.copytree(folder, tmp_path / "model")
+    options: dict[str, Any] = {"resident": 0, "context": 64, "prompt": 16}
+    memory = prepare(model, memory="1GB", draft=str(drafter), **options).planning.smallest
+    names = []
+    for _ in range(2):
+        prepared = prepare(model, memory=memory, draft="auto", **options)
+        names.append((prepared.draft and prepared.draft.name, "drafter" in [c.name for c in prepared.choices]))
+        shutil.copytree(drafter, model / "drafter", dirs_exist_ok=True)
+    assert names == [("ngram", False), ("drafter", True)]

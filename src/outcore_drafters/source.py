@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,12 @@ class Drafters(DraftSource):
         if not argument:
             raise UsageError(f"{called('draft')} {shortened(asked)}: give the drafter's folder, as {self.usage}")
         return argument
+
+    def offers(self, profile: ModelProfile) -> Iterator[tuple[str, str, int]]:
+        """The drafter in the folder ``drafter`` of the model's folder."""
+        folder = profile.lazy.checkpoint.folder / DRAFTER
+        if folder.is_dir() and self.takes(str(folder)):
+            yield DRAFTER, str(folder), 0
 
     def open(self, which: str, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft]:
         o, folder = opening.options, draft_folder(which)

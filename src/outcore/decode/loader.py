@@ -183,11 +183,11 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             prefix=prefix,
         )
         try:
+            session.residency.layers.adapts = o.draft == AUTO and o.ranks is None and o.most_sequences <= 1
             if drafting is not None and prepared.draft is not None:
                 joined = drafting.join(session)
                 droppable = DroppableDraft(prepared.draft, profile.size.context, o.kv_disk, joined)
                 session.draft_with(joined, droppable if joined.kind != NGRAM else None)
-                session.residency.layers.adapts = o.draft == AUTO and o.ranks is None
             # Rank 0 may spend minutes writing its draft copy; waiting here suspends the stall timeout.
             session.transport.numbers(list)
         except BaseException:

@@ -91,6 +91,8 @@ class SequenceRoom:
         longest = max(lengths) + 1
         if len(lengths) == 1:
             prompt = max(joining, default=1)
+            if size.sequences == 1 and size.drafted != self._base.drafted and residency.layers.adapts:
+                self._base = replace(self._base, drafted=size.drafted)  # memory went to layers, or came back
             if size.sequences > 1 or (joining and size is not self._base):
                 # Free the room of earlier sequences.
                 residency.release(self._base)

@@ -98,7 +98,7 @@ class ResidentLayers:
     Attributes:
         room: returns how many more bytes may be taken now; None: only the budget limits them.
         given_up: the draft that was given up, and whether the head was streamed then.
-        adapts: whether layers may get a draft's memory where it does not pay: nobody asked for that draft.
+        adapts: memory goes to drafts or to layers, whichever pays: nobody asked for a draft.
         shed_layers: numbers of the layers that were resident and are streamed for now.
     """
 

@@ -278,14 +278,6 @@ REPEATED, TRIED = 1.3, 2
 # A draft is chosen over a simpler one if it takes less than this share of its time.
 MARGIN = 0.97
 
-# N-grams whose plan reads at most this many times the bytes cost nothing: where they do not pay, the text's own passes
-# show it, and nothing is drafted.
-FREE = 1.01
-
-# On a machine that was not measured only bytes are known: there n-grams may read this many times as many. (28M: they
-# gave 1.2 to 2.3 tokens a pass on code; what a text that repeats itself would lose is far more.)
-WORTH_TRYING = 1.6
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -297,6 +289,7 @@ class Choice:
         tokens: expected tokens per pass.
         token_s: expected seconds per token of a text.
         first: bytes to write once, before the first answer.
+        measured: whether its speed follows from what was measured on this machine.
     """
 
     name: str
@@ -306,6 +299,18 @@ class Choice:
     tokens: float = 1.0
     token_s: float = float("inf")
     first: int = 0
+    measured: bool = True
+
+    @property
+    def cost(self) -> float:
+        """What the fastest has least of: seconds of a token. Where nothing was measured only bytes are known; there
+        every guess counts as free, as the text's own passes show what it costs."""
+        if self.planned is None or self.measured:
+            return self.token_s
+        draft, read = self.planned.draft, self.planned.plan.bytes_per_token
+        if draft is None or draft.copies_model:
+            return read if draft is None else float("inf")
+        return read / REPEATED if draft.kind == NGRAM else read * (1 - draft.chance)
 
 
 def expected(planned: Planned, calibration: Calibration, name: str, blocks: bool, first: int = 0) -> Choice:
@@ -319,20 +324,20 @@ def expected(planned: Planned, calibration: Calibration, name: str, blocks: bool
     def pass_s(guesses: int) -> float:
         return sweep_s(size, plan, calibration, guesses + 1, blocks)
 
-    best = Choice(name, planned, token_s=pass_s(0), first=first)
+    best = Choice(name, planned, token_s=pass_s(0), first=first, measured=calibration.measured)
     if draft is None:
         return best
     if draft.kind == NGRAM:
         tried = min(TRIED, size.drafted)
         token_s = _repeating(pass_s(0), pass_s(tried), REPEATED) / REPEATED
-        return min((Choice(name, planned, "", tried, REPEATED, token_s), best), key=lambda c: c.token_s)
+        return min((replace(best, drafted=tried, tokens=REPEATED, token_s=token_s), best), key=lambda c: c.token_s)
     guess = guess_s(size, draft, calibration)
     most = min(size.drafted, draft.block or MOST, draft.published[2])
     for n in (n for n in (*LENGTHS, draft.block, draft.published[2]) if 0 < n <= most):
         tokens = _tokens(draft.chance, n)
         token_s = (pass_s(n) + (1 if draft.block else n) * guess) / tokens
         if token_s < best.token_s:
-            best = Choice(name, planned, "", n, tokens, token_s, first)
+            best = replace(best, drafted=n, tokens=tokens, token_s=token_s)
     return best
 
 
@@ -382,19 +387,11 @@ def _repeating(plain: float, tried: float, tokens: float) -> float:
 
 
 def fastest(choices: Sequence[Choice]) -> Choice:
-    """Returns the fastest choice; among nearly equal ones, the first, but n-grams that cost nothing before no draft. At
-    least one must have a plan."""
+    """Returns the fastest choice; among nearly equal ones, the first. Where nothing was measured, that is the one with
+    the fewest bytes for a token, of those that need no copy of the model. At least one must have a plan."""
     possible = [c for c in choices if c.planned is not None]
     best = possible[0]
     for choice in possible[1:]:
-        if choice.token_s < best.token_s * MARGIN or _costs_nothing(choice.planned, best.planned):
+        if choice.cost < best.cost * MARGIN:
             best = choice
     return best
-
-
-def _costs_nothing(planned: Planned | None, none: Planned | None) -> bool:
-    """Whether ``planned`` has n-grams that are to be tried in place of no draft, whatever is predicted."""
-    if planned is None or none is None or none.draft is not None or planned.draft is None:
-        return False
-    most = FREE if none.plan.calibrated else WORTH_TRYING
-    return planned.draft.kind == NGRAM and planned.plan.bytes_per_token <= most * none.plan.bytes_per_token

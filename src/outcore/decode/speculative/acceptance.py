@@ -89,7 +89,9 @@ class AcceptanceStats:
         rates, sources: share of right guesses by kind, and by source.
         guess: by source, seconds of a guess; ``follow``: seconds in which it takes in one more token of the text.
         plain: seconds of a pass without a draft; ``drafted``: of drafting plus the pass, by source.
-        sweeps: passes seen; ``made``: tokens that they yielded; ``lately``: tokens and seconds, older ones fade.
+        sweeps: passes seen; ``made``: tokens that they yielded; ``lately``: tokens, seconds, and tokens that n-grams
+            would have guessed, whatever drafted; older ones fade.
+        weighed: the pass at which memory was last weighed; ``given``: how often layers got it, as 2 ** n - 1.
     """
 
     rates: dict[Key, Rate] = field(default_factory=dict)
@@ -100,7 +102,9 @@ class AcceptanceStats:
     drafted: dict[str, CostLine] = field(default_factory=dict)
     sweeps: int = 0
     made: int = 0
-    lately: tuple[float, float] = (0.0, 0.0)
+    lately: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    weighed: int = -1
+    given: int = 0
 
     def another_text(self) -> None:
         """Called when a text begins: statistics of earlier texts count for less from now on."""

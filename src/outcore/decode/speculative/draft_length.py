@@ -152,8 +152,11 @@ class DraftLengthPolicy:
             for guessed, key in ((guess.token, guess.key), *guess.others):
                 learnt.judged(key, guessed == token)
         learnt.sweeps, learnt.made = learnt.sweeps + 1, learnt.made + max(1, len(text))
-        tokens, took = learnt.lately
-        learnt.lately = tokens * FADE + max(1, len(text)), took * FADE + seconds + self.spent
+        tokens, took, repeated = learnt.lately
+        line = learnt.drafted.get(self.source or "")
+        if learnt.plain.seen < 2 or (line is not None and line.seen <= SURE):
+            learnt.weighed, tokens, took, repeated = learnt.sweeps, 0.0, 0.0, 0.0  # lengths are still found out
+        learnt.lately = tokens * FADE + max(1, len(text)), took * FADE + seconds + self.spent, repeated * FADE
         self._alike_s = seconds + (self._alike_s if bool(guesses) == self._drafted else 0.0)
         self._drafted = bool(guesses)
         self.spent, self.source = 0.0, None

@@ -147,7 +147,7 @@ def _ways() -> str:
 def with_draft(kind: str, which: Any, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft | None]:
     """Returns the profile with its draft, and the draft; n-grams for ``auto``. Raises as ``DraftSource.open``."""
     source = None if kind in OWN else draft_source(kind)
-    if not (source is not None and source.quantizes) and opening.options.draft_bits is not None:
+    if kind != AUTO and not (source is not None and source.quantizes) and opening.options.draft_bits is not None:
         raise UsageError(
             f"{called('draft_bits')}: only for a published drafter, as {called('draft')} FOLDER names one; leave it out"
         )
