@@ -110,7 +110,9 @@ def test_demo_checks_its_own_tokens(capsys: pytest.CaptureFixture[str], monkeypa
     peaks = [record[way]["peak_memory_bytes"] for way in ("streamed", "resident")]
     assert peaks[0] < record["weight_bytes"] < peaks[1]
     assert record["streamed"]["sweeps"] == 2 and record["resident"]["sweeps"] == 0
-    assert all(record[way]["tps"] > 0 for way in ("streamed", "resident"))
+    assert record["streamed"]["tokens_a_pass"] == 1 <= record["drafted"]["tokens_a_pass"]
+    assert record["drafted"]["peak_memory_bytes"] < record["weight_bytes"]
+    assert all(record[way]["tps"] > 0 for way in ("streamed", "drafted", "resident"))
     assert 0 <= record["streamed"]["waiting"] <= 1 and record["resident"]["waiting"] == 0
     # Where they differ, it fails.
     results[0]["tokens"] = [*results[0]["tokens"][:-1], results[0]["tokens"][-1] + 1]
