@@ -11,10 +11,15 @@ import mlx.core as mx
 import pytest
 
 import drafter_files
+import outcore
 import test_block_drafters as blocks
+import zoo
 from outcore.errors import CheckpointError, OutcoreError, UnsupportedModelError
+from outcore_drafters import source
 from outcore_drafters.config import config_of, kind_of, open_drafter
 from outcore_drafters.drafter import BlockDrafter, DraftedModel
+from outcore_drafters.source import Drafters
+from outcore_drafts.draft_model import check_tokenizers
 
 KNOWN = [4, 9, 11]
 
@@ -102,3 +107,31 @@ def test_a_block_drafter_s_config(case: str, changes: dict[str, Any], why: str, 
     (tmp_path / "drafter" / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
     with pytest.raises(UnsupportedModelError, match=why):
         opened(tmp_path / "drafter", (blocks.HIDDEN, blocks.VOCABULARY, blocks.LAYERS))
+
+
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[[", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        check_tokenizers(tmp_path, tmp_path)
+
+
+def test_a_file_that_becomes_shorter_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = drafter_files.save_eagle3("llama", tmp_path / "drafter")
+    model, file = zoo.save_checkpoint("llama", tmp_path / "model"), drafter / "model.safetensors"
+    whole = Drafters.load
+
+    def load(*args: Any) -> Any:
+        opened = source.opened
+
+        def cut(*args: Any) -> BlockDrafter:
+            made = opened(*args)
+            file.write_bytes(file.read_bytes()[:-200])
+            return made
+
+        with monkeypatch.context() as patched:
+            patched.setattr(source, "opened", cut)
+            return whole(*args)
+
+    monkeypatch.setattr(Drafters, "load", load)
+    with pytest.raises(CheckpointError, match=r"cannot be read: .* download the drafter again"):
+        outcore.load_model(model, draft=str(drafter), context=32)

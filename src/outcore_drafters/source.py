@@ -23,7 +23,7 @@ from outcore.decode.speculative.sources import DraftSource
 from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
 from outcore.engine.session import Session
-from outcore.errors import OutcoreError, UnsupportedModelError, UsageError, called
+from outcore.errors import CheckpointError, OutcoreError, UnsupportedModelError, UsageError, called
 from outcore.machine.allocator import clear_cache
 from outcore.machine.device import on_cpu
 from outcore.modules.split_linear import split_rows
@@ -112,8 +112,11 @@ class Drafters(DraftSource):
         folder, states, seen = draft.detail
         network = opened(folder, profile, opening)
         # Array by array, so that quantizing takes additional memory for one array only.
-        for _, array in tree_flatten(network.parameters()):
-            mx.eval(array)
+        try:
+            for _, array in tree_flatten(network.parameters()):
+                mx.eval(array)
+        except RuntimeError as e:  # raised by MLX: a file became shorter
+            raise CheckpointError(f"{folder}: cannot be read: {one_line(e)}; download the drafter again") from e
         clear_cache()
         layers = trunk(text_model(profile.lazy.model)).layers
         return ByDrafter(draft.name, network, LayerTaps([layers[n] for n in network.taps]), states, seen)

@@ -192,7 +192,8 @@ def _tokens(folder: Path) -> Any:
         for name in ("tokenizer.model", "tiktoken.model", "vocab.json"):
             if (folder / name).exists():
                 return read_small(folder / name, TOKENIZER_BYTES)
-        config = parse_json(read_small(folder / "config.json", CONFIG_BYTES))
+        path = folder / "config.json"
+        config = parse_json(read_small(path, CONFIG_BYTES))
         return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{path}: cannot be read to compare tokenizers: {' '.join(str(e).split())[:200]}") from e
