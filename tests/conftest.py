@@ -192,6 +192,11 @@ def _threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("outcore-")]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def checkpoints_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
+    zoo.KEPT = tmp_path_factory.mktemp("zoo")
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The trained model that ``outcore demo`` runs: 16 layers, 4 bit, float32 scales."""

@@ -378,14 +378,30 @@ def test_a_second_ctrl_c_ends_what_does_not_hear_the_first(elsewhere: list[str])
     all_end(processes)
 
 
-def test_the_rank_at_fault_may_end_after_the_ranks_that_heard_of_it(elsewhere: list[str]) -> None:
-    code = (
-        "import os, sys, time\nrank = int(os.environ['MLX_RANK'])\nname = sys.argv[1]\ntime.sleep(0.8 * (rank == 1))\n"
-        "print('toy: broke' if rank == 1 else f'toy: rank 1 ({name}): broke', file=sys.stderr)\nsys.exit(1)"
-    )
+AT_FAULT = """
+import os, sys, time
+rank, name, folder = int(os.environ["MLX_RANK"]), *sys.argv[1:]
+def until(file):
+    while not os.path.exists(f"{folder}/{file}"):
+        time.sleep(0.01)
+if rank == 1:
+    open(f"{folder}/begun", "w").close()
+    until("heard")
+    time.sleep(0.3)
+    print("toy: broke", file=sys.stderr)
+else:
+    until("begun")
+    print(f"toy: rank 1 ({name}): broke", file=sys.stderr)
+    open(f"{folder}/heard", "w").close()
+sys.exit(1)
+"""
+
+
+def test_the_rank_at_fault_may_end_after_the_ranks_that_heard_of_it(elsewhere: list[str], tmp_path: Path) -> None:
     for where in (LOCAL, elsewhere):
         name = "local" if where is LOCAL else "b"
-        launcher = started(*where, "--", sys.executable, "-c", code, name)
+        (folder := tmp_path / f"where-{name}").mkdir()
+        launcher = started(*where, "--", sys.executable, "-c", AT_FAULT, name, str(folder))
         _, errors = launcher.communicate(timeout=ENDS_S)
         assert launcher.returncode == 1
         lines = errors.splitlines()

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import inspect
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,52 @@ def save_checkpoint(
 ) -> Path:
     """Write what ``mlx_lm.convert`` would have written for ``build(model_type, seed)``, and return the folder.
 
+    With ``KEPT`` it is made once and then copied, and MLX's random state goes on as if it had been made again.
+
     ``quantize`` has the ``bits``, ``group_size``, ``mode`` and ``global_scale``; as in mlx-lm, layers whose width the
     group size does not divide stay as they are, and models may want other bits for some layers. With ``shard_bytes``
     the weights are spread over files of about that size.
     """
+    if KEPT is None:
+        return _save(model_type, folder, seed, dtype, quantize, shard_bytes)
+    key = repr((model_type, CONFIGS[model_type], seed, dtype, quantize, shard_bytes, mx.default_device()))
+    if key in _kept:
+        kept, draws = _kept[key]
+        for _ in range(draws):
+            mx.random.uniform()
+    else:
+        kept, before = KEPT / str(len(_kept)), mx.random.state[0]
+        _save(model_type, kept, seed, dtype, quantize, shard_bytes)
+        _kept[key] = kept, _draws(before, mx.random.state[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in kept.iterdir():
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+KEPT: Path | None = None
+"""A folder for what ``save_checkpoint`` has made."""
+
+_kept: dict[str, tuple[Path, int]] = {}
+
+
+def _draws(before: mx.array, after: mx.array) -> int:
+    """How often random numbers were drawn between two states."""
+    for count in range(10_000):
+        if mx.array_equal(before, after).item():
+            return count
+        before = mx.random.split(before)[0]
+    raise AssertionError("a seed was set")
+
+
+def _save(
+    model_type: str,
+    folder: Path,
+    seed: int,
+    dtype: mx.Dtype,
+    quantize: dict[str, Any] | None,
+    shard_bytes: int | None,
+) -> Path:
     model = build(model_type, seed)
     config = copy.deepcopy(CONFIGS[model_type])
     to_cast = getattr(model, "cast_predicate", lambda _: True)

@@ -152,15 +152,17 @@ def open_model(folder: Path, compact: bool = False, **arguments: Any) -> LazyMod
     """
     if is_packed(folder):
         return _open_kept(folder, arguments)
-    copy = open_copy(folder, COMPACT, **arguments) if compact else None
-    return copy or open_copy(folder, PLAIN, **arguments) or open_lazily(open_checkpoint(folder), **arguments)
+    checkpoint = open_checkpoint(folder)
+    copy = _copy_of(checkpoint, COMPACT, arguments) if compact else None
+    return copy or _copy_of(checkpoint, PLAIN, arguments) or open_lazily(checkpoint, **arguments)
 
 
 def open_copy(folder: Path, coding: str, **arguments: Any) -> LazyModel | None:
     """Open a model lazily from its copy with this coding in the cache; None if there is none."""
-    if is_packed(folder):
-        return None
-    checkpoint = open_checkpoint(folder)
+    return None if is_packed(folder) else _copy_of(open_checkpoint(folder), coding, arguments)
+
+
+def _copy_of(checkpoint: Checkpoint, coding: str, arguments: Mapping[str, Any]) -> LazyModel | None:
     copy = full_copy(checkpoint, coding, arguments.get("model_config"))
     if not is_packed(copy):
         return None
