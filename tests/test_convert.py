@@ -53,6 +53,9 @@ def model(folder: Path, demo_model: Path, model_type: str = "llama", published: 
                 found[name.replace("switch_mlp", f"experts.{i}")] = mx.contiguous(expert)
         mx.save_safetensors(str(folder / "model.safetensors"), found)
         (folder / "model.safetensors.index.json").unlink()
+    elif published and model_type == "deepseek_v3":
+        zoo.save_checkpoint(model_type, folder, dtype=mx.bfloat16)
+        in_fp8(folder / "model.safetensors")
     elif published:
         original(folder, model_type)
     else:
@@ -61,6 +64,20 @@ def model(folder: Path, demo_model: Path, model_type: str = "llama", published: 
         shutil.copy(demo_model / name, folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     return folder
+
+
+def in_fp8(file: Path) -> None:
+    """Stores matrices in eight bits and a scale for each block, under the name of their type, as DeepSeek does."""
+    found: Any = mx.load(str(file))
+    for name in [name for name in found if name.endswith("_proj.weight") and found[name].ndim == 2]:
+        blocks = tuple(-(-n // 128) for n in found[name].shape)
+        found[name] = mx.to_fp8(found[name] * 4)
+        found[f"{name}_scale_inv"] = mx.random.uniform(0.1, 0.5, blocks, key=mx.random.key(len(found)))
+    mx.save_safetensors(str(file), found)
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    head = data[8:end].replace(b'"U8"', b'"F8_E4M3"')
+    file.write_bytes(len(head).to_bytes(8, "little") + head + data[end:])
 
 
 def theirs(folder: Path, output: Path, **how: Any) -> dict[str, bytes]:
@@ -90,6 +107,7 @@ WAYS: list[tuple[str, bool, dict[str, Any]]] = [
     ("qwen3_5", True, {"dtype": "float16"}),
     ("qwen3_moe", True, {"quantize": True, "q_bits": 3, "q_group_size": 32}),
     ("qwen3_5_moe", True, {"quantize": True, "q_bits": 8}),
+    ("deepseek_v3", True, {"quantize": True}),
 ]
 
 

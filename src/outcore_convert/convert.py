@@ -50,8 +50,8 @@ PARTIAL, STATE = ".partial", "outcore-convert.json"
 # Bytes of a source's rows that are computed at a time.
 LEAST_PART, MOST_PART = 1 << 20, 32 << 20
 
-# Seconds after which finished jobs are put on the disk and counted.
-SYNC_S = 10.0
+# Most seconds after which finished jobs are put on the disk and counted, and seconds until that is first done.
+SYNC_S, FIRST_S = 10.0, 1.0
 
 Progress = Callable[[str, int, int], None]
 
@@ -242,7 +242,7 @@ class Writer:
         """Does the jobs whose results are not in the files yet, with ``part`` bytes of rows at a time."""
         nbytes = {tensor.name: tensor.nbytes for tensor in self.recipe.tensors}
         key, counted = self._counted()
-        synced, done, jobs = time.monotonic(), 0, self.recipe.jobs
+        synced, wait, done, jobs = time.monotonic(), min(FIRST_S, SYNC_S), 0, self.recipe.jobs
         try:
             for i in range(len(jobs)):
                 job, jobs[i] = jobs[i], Job(jobs[i].names, (), jobs[i].make)  # each frees its sources
@@ -254,11 +254,11 @@ class Writer:
                     self.kept += size
                 for name in todo:
                     self._landed(self._of[name])
-                if time.monotonic() - synced >= SYNC_S:
+                if time.monotonic() - synced >= wait:
                     for fd in self._files.values():
                         os.fsync(fd)
                     _write_state(self.work, key, max(i + 1, counted))
-                    synced = time.monotonic()
+                    synced, wait = time.monotonic(), min(2 * wait, SYNC_S)
                 self.progress("converting", done := done + size, sum(nbytes.values()))
         finally:
             for fd in self._files.values():
