@@ -34,6 +34,9 @@ WARM, LEAST = 100, 0.02
 # many of the other tokens.
 LEAST_CHANCE, SAMPLED = 0.02, 1024
 
+# An evaluation follows the one before it after at least so many times its own duration.
+JUDGING = 4
+
 # Evaluations without a better result, after which training ends.
 PATIENCE = 6
 
@@ -102,8 +105,10 @@ class Trainer:
             p.steps, p.seconds = p.steps + 1, done + time.monotonic() - began
             self._step_done(p)
             if time.monotonic() - saved > self._every or p.seconds >= self._seconds:
+                due = time.monotonic()
                 self._judge()
                 saved = time.monotonic()
+                self._every = max(self._every, JUDGING * (saved - due))
                 p.seconds = done + saved - began
                 self._save("last")
         self._load("best")
