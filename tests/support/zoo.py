@@ -15,7 +15,7 @@ import inspect
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -93,9 +93,9 @@ def save_checkpoint(
         for _ in range(draws):
             mx.random.uniform()
     else:
-        kept, before = KEPT / str(len(_kept)), mx.random.state[0]
+        kept, before = KEPT / str(len(_kept)), cast(Any, mx.random.state)[0]
         _save(model_type, kept, seed, dtype, quantize, shard_bytes)
-        _kept[key] = kept, _draws(before, mx.random.state[0])
+        _kept[key] = kept, _draws(before, cast(Any, mx.random.state)[0])
     folder.mkdir(parents=True, exist_ok=True)
     for file in kept.iterdir():
         shutil.copyfile(file, folder / file.name)
