@@ -346,3 +346,23 @@ def test_less_is_drafted_where_others_have_much_of_the_pass() -> None:
     few = len(control.draft(source, [1, 2, 3, 4], 32))
     control.shared = SharedPass(tokens=40, expected=20.0)  # and what they get of it waits for ours
     assert len(control.draft(source, [1, 2, 3, 4, 5], 32)) < few
+
+
+@pytest.mark.parametrize(("trunk", "best"), [(0.0, 0), (20.0, 4)])
+def test_a_block_is_as_long_as_the_experts_that_it_reads_pay_for(trunk: float, best: int) -> None:
+    """A second of reading for an expert, four of them for each token, and the rest for all tokens of a pass."""
+    machine, sizes = Machine(0.0, 4.0, 0.01, trunk), list[int]()
+    control, source, made = DraftLengthPolicy(MOST, clock=lambda: machine.now), Coin(machine, [0.8]), 0
+    control.expert_s = 1.0
+    while made < 200:
+        guesses = control.draft(source, range(made), MOST)
+        sizes.append(len(guesses))
+        took = machine.sweep(1 + len(guesses))
+        right = next((i for i, g in enumerate(guesses) if g.token == 0), len(guesses))
+        control.swept(1 + len(guesses), took + control.spent, 4 * (1 + len(guesses)))
+        control.judged(guesses, [1] * (right + 1), took)
+        made += right + 1
+    other = Machine(0.0, 4.0, 0.01, trunk)
+    assert sizes[0] == 0 and sizes[1] == 1, "nothing is known of either"
+    assert max(sizes[2:]) <= (16 if best else 1)
+    assert machine.now < 1.12 * fixed_seconds(other, Coin(other, [0.8]), best, made + 8)

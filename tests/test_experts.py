@@ -24,6 +24,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
 import zoo
+from outcore.decode import one_text, preparation
+from outcore.decode.speculative.drafting import Drafting
 from outcore.disk.metrics import Metrics
 from outcore.disk.reader import FileReader
 from outcore.engine.session import Session
@@ -38,6 +40,7 @@ from outcore_experts.expert_cache import CachedSwitch, ExpertReads
 from outcore_experts.expert_plan import hit_rate, reads_experts
 from outcore_experts.expert_policy import ExpertPolicy
 from outcore_experts.expert_prefetch import ExpertPrefetch
+from rank_work import Told
 
 EXPERTS, USED = 16, 4
 
@@ -263,6 +266,35 @@ def test_sequences_share_pools(folder: Path) -> None:
         found = outcore.batch_generate(model, ours, prompts, max_tokens=4)
         assert [text.strip() for text in found.texts] == [text.strip() for text in alone]
         assert session.metrics.experts.used > session.metrics.experts.read > 0
+
+
+def test_drafts_know_what_the_experts_of_their_blocks_take(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one pass for all drafted tokens, as some GPUs compute them; here experts take a day."""
+    planning, sizes = preparation.Planning, list[int]()
+
+    class Knows(Drafting):
+        def source(self, control: Any, *_: Any) -> Any:
+            draft = control.draft
+
+            def noted(*args: Any) -> Any:
+                sizes.append(len(found := draft(*args)))
+                return found
+
+            control.draft = noted
+            return Told(text(folder), len(PROMPT))
+
+    def in_blocks(size: Any, kind: Any, draft: Any, options: Any, _: bool, most: int) -> Any:
+        return planning(size, kind, draft, options, True, most)
+
+    monkeypatch.setattr(one_text, "on_cpu", lambda: False)
+    monkeypatch.setattr(preparation, "Planning", in_blocks)
+    monkeypatch.setattr(on_demand.Experts, "expert_s", 86400.0)
+    model, ours = outcore.load(str(folder), memory="1GB", experts=8, draft="ngram", govern=False)
+    with model.outcore as session:
+        session.drafting = Knows()
+        assert [r.token for r in outcore.stream_generate(model, ours, PROMPT, max_tokens=10)] == text(folder)
+        assert sizes[0] == 0 and max(sizes) == 1 and session.plan.pools
+        assert session.acceptance.experts.seen == len(sizes) and session.acceptance.experts.at(1) > 1
 
 
 def test_pools_that_shrink_and_grow_in_the_middle_of_an_answer(folder: Path) -> None:

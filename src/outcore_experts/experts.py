@@ -91,6 +91,10 @@ class Experts:
     def slots(self) -> list[int]:
         return [each.policy.slots for each in self._switches]
 
+    @property
+    def expert_s(self) -> float:
+        return self._reads.expert_s or 1e-9
+
     # A pass
 
     def begin(self, tokens: int | None) -> bool:

@@ -99,7 +99,8 @@ class SpeculativeDecoder:
             drafted = [self._draft_alone(one, one.drafts.control)]
         undrafted = one is not None and one.drafts.control is None
         controls = [] if undrafted else [text.drafts.control for text in going if text.drafts.control is not None]
-        began, tokens = clock(), list[Token]()
+        began, tokens, experts = clock(), list[Token](), session.metrics.experts
+        brought = experts.brought
         within: AbstractContextManager[Undo | None] = contextlib.nullcontext()
         if one is not None:
             fed = len(one.runner.pending) + 1 + len(drafted[0]) if going else sum(each.tokens for each in one.prompt)
@@ -119,7 +120,8 @@ class SpeculativeDecoder:
             if controls and len(going) == len(texts) and not extra:
                 computed = 1 if plain else sum(len(text.runner.fed) for text in going)
                 drafting = next((each for each in controls if each.source is not None), controls[0])
-                drafting.swept(computed, seconds + sum(each.spent for each in controls))
+                seconds_of_all = seconds + sum(each.spent for each in controls)
+                drafting.swept(computed, seconds_of_all, experts.brought - brought)
             for text in going:
                 if text.now is not None:
                     text.now.seconds = seconds / len(texts)

@@ -87,6 +87,8 @@ class TextDrafts:
             if learnt.sweeps >= learnt.weighed + SETTLED * (2 if size.drafted else 1):
                 self._weigh(self.control, learnt)
             most = min(most, size.drafted, self._session.size.drafted)
+        if (streaming := self._session.streaming) is not None and streaming.experts is not None:
+            self.control.expert_s = streaming.experts.expert_s
         found = self.control.draft(self.source, [*self._history, *text], most)
         end = next((i + 1 for i, g in enumerate(found) if g.token in self._ends), len(found))
         return found[:end]

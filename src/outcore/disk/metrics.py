@@ -22,6 +22,10 @@ class ExpertCounters:
     foreseen: int = 0
     wasted: int = 0
 
+    @property
+    def brought(self) -> int:
+        return self.read + self.foreseen
+
 
 class _UnderWay:
     def __init__(self) -> None:

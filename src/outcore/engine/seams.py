@@ -63,6 +63,10 @@ class ExpertCaches(Protocol):
         """Begins a pass over ``tokens`` tokens (None: many). Returns whether it takes experts from the caches, not the
         ring."""
 
+    @property
+    def expert_s(self) -> float:
+        """Mean seconds in which an expert is read; tiny, but not 0, before any was."""
+
     def settle(self) -> None:
         """Waits until the experts that the graph built so far needs have been read."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from .proposers import Key
@@ -37,18 +38,19 @@ class Seconds:
 @dataclass
 class CostLine:
     """Recent seconds of drafting plus a pass, as a straight line over the pass's tokens; ``slope`` is 0 until passes
-    over different numbers of tokens were seen."""
+    over different numbers of tokens were seen. ``far``: as ``FAR``; infinite: few and many are no exceptions."""
 
     seen: int = 0
     slope: float = 0.0
+    far: float = FAR
     sums: tuple[float, ...] = (0.0,) * 5  # faded sums of 1, n, s, n n, n s for passes over n tokens in s seconds
 
     def add(self, tokens: int, seconds: float) -> None:
         expected = self.at(tokens)
-        if seconds * FAR < expected:
+        if seconds * self.far < expected:
             self.sums = (0.0,) * 5
         elif self.seen:
-            seconds = min(seconds, FAR * expected)
+            seconds = min(seconds, self.far * expected)
         new = 1.0, tokens, seconds, tokens * tokens, tokens * seconds
         one, n, s, nn, ns = self.sums = tuple(LAST * b + n for b, n in zip(self.sums, new, strict=True))
         # The old slope counts as one observation: passes over one number of tokens say nothing about the slope.
@@ -89,6 +91,7 @@ class AcceptanceStats:
         rates, sources: share of right guesses by kind, and by source.
         guess: by source, seconds of a guess; ``follow``: seconds in which it takes in one more token of the text.
         plain: seconds of a pass without a draft; ``drafted``: of drafting plus the pass, by source.
+        experts: experts that passes read one by one, as a straight line over their tokens.
         sweeps: passes seen; ``made``: tokens that they yielded; ``lately``: tokens, seconds, and tokens that n-grams
             would have guessed, whatever drafted; older ones fade.
         weighed: the pass at which memory was last weighed; ``given``: how often layers got it, as 2 ** n - 1.
@@ -100,6 +103,7 @@ class AcceptanceStats:
     follow: dict[str, Seconds] = field(default_factory=dict)
     plain: Seconds = field(default_factory=Seconds)
     drafted: dict[str, CostLine] = field(default_factory=dict)
+    experts: CostLine = field(default_factory=lambda: CostLine(far=math.inf))
     sweeps: int = 0
     made: int = 0
     lately: tuple[float, float, float] = (0.0, 0.0, 0.0)

@@ -38,7 +38,8 @@ class DraftLengthPolicy:
     A draft goes on while the expected tokens of a pass, (1 + p1 + p1 p2 + ...), grow faster than the time of drafting
     and the pass. Chances are counted by kind of guess. Drafting and the pass are measured as one time, by source, since
     the disk reads ahead while tokens are drafted. A pass with a draft takes as long as one without, or as computing and
-    drafting, which grow with the number of tokens, whichever is longer.
+    drafting, which grow with the number of tokens, whichever is longer. Where experts are read one by one, a pass over
+    more tokens reads more of them: that is learned from all passes.
 
     Args:
         most: the most drafted tokens.
@@ -48,6 +49,7 @@ class DraftLengthPolicy:
     Attributes:
         foreseen_s: expected seconds of a pass before any was seen.
         shared: the other texts' part of the next pass.
+        expert_s: seconds in which an expert is read; 0: experts are not read one by one.
         expected: tokens that the last draft is expected to yield, with the one that the model itself adds.
         source: name of the last draft's source; None: there was no draft. ``spent``: seconds that drafting took.
     """
@@ -64,7 +66,7 @@ class DraftLengthPolicy:
         self.acceptance.another_text()
         self.most = most
         self.fixed = fixed
-        self.foreseen_s = self.spent = 0.0
+        self.foreseen_s = self.spent = self.expert_s = 0.0
         self.source: str | None = None
         self.shared = SharedPass()
         self.expected = 1.0
@@ -76,9 +78,14 @@ class DraftLengthPolicy:
     def seconds(self, source: str, tokens: int) -> float:
         """Returns the expected seconds of drafting by a source plus the shared pass with ``tokens`` tokens of this
         text; 0 if unknown."""
-        learnt = self.acceptance
+        learnt, of_all = self.acceptance, tokens + self.shared.tokens
         line = learnt.drafted.get(source)
-        return max(self.plain_s, line.at(tokens + self.shared.tokens) if line is not None else 0.0)
+        found = max(self.plain_s, line.at(of_all) if line is not None else 0.0)
+        if self.expert_s and line is not None:
+            # A token more reads as many experts as one alone, until passes over several have shown how many they share.
+            each = min(learnt.experts.at(1), learnt.experts.slope)
+            found = max(found, self.plain_s + self.expert_s * each * (of_all - 1))
+        return found
 
     @property
     def plain_s(self) -> float:
@@ -89,9 +96,10 @@ class DraftLengthPolicy:
         learnt = self.acceptance
         self.expected = 1.0
         stale = self._drafted and PROBE * self._alike_s > self.plain_s
-        if not self.fixed and learnt.drafted and (stale or learnt.plain.seen < 2):
+        unknown = learnt.plain.seen < 2 if learnt.drafted else self.expert_s and not learnt.experts.seen
+        if not self.fixed and (unknown or (learnt.drafted and stale)):
             return []  # to measure a pass without a draft
-        limit = min(most, self.most if learnt.drafted or self.fixed else UNTRIED)
+        limit = min(most, self.most if learnt.drafted or self.fixed else 1 if self.expert_s else UNTRIED)
         guesses = self._draft(source, text, limit)
         if not guesses and source.cheaper is not None:
             guesses = self._draft(source.cheaper, text, limit)
@@ -161,10 +169,14 @@ class DraftLengthPolicy:
         self._drafted = bool(guesses)
         self.spent, self.source = 0.0, None
 
-    def swept(self, tokens: int, seconds: float) -> None:
-        """Records the seconds of a pass over ``tokens`` tokens and of drafting (``spent``) for all texts that share it.
-        To be called before ``judged``."""
-        self.acceptance.swept(self.source, tokens, seconds)
+    def swept(self, tokens: int, seconds: float, experts: int = 0) -> None:
+        """Records the seconds of a pass over ``tokens`` tokens and of drafting (``spent``) for all texts that share it,
+        and how many experts it read one by one. To be called before ``judged``."""
+        learnt = self.acceptance
+        if self.expert_s:
+            learnt.experts.slope = learnt.experts.slope if learnt.experts.seen else experts / tokens
+            learnt.experts.add(tokens, experts)
+        learnt.swept(self.source, tokens, seconds)
 
     def _promises(self, source: str, chance: float, most: int) -> bool:
         """Whether a draft of some length, up to ``most``, is faster than none if guesses are right with ``chance``."""
