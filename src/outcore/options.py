@@ -65,8 +65,8 @@ class MemoryOptions:
     )
     experts: int | None = _option(
         None,
-        "Mixture of experts: cache N experts of each layer, read others when a token needs them, and keep all other "
-        "weights in memory. 0: stream layers whole. Default: what is fastest.",
+        "Mixture of experts: cache N experts of each layer, and read others when a token needs them. 0: stream layers "
+        "whole. Default: what reads least.",
         least=0,
         metavar="N",
     )
@@ -232,7 +232,7 @@ class LoadOptions(ModelOptions, DiskOptions, MemoryOptions):
         if self.experts and self.resident is not None:
             raise UsageError(
                 f"{called('experts')} {self.experts} and {called('resident')} {self.resident}: give one or the other; "
-                "where experts are read one by one, all other layers stay in memory"
+                "where experts are read one by one, layers stay in memory as far as there is room"
             )
 
     def _checked(self, each: Field[Any]) -> Any:

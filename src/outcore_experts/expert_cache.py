@@ -30,6 +30,7 @@ from outcore.modules.layers import Layer, Parameter
 from outcore.sizes import BLOCK, round_up
 
 from .device_stretches import DeviceMemory
+from .expert_plan import room_for
 from .expert_policy import ExpertPolicy, Load
 from .switches import Switch
 
@@ -87,21 +88,40 @@ class SwitchUnit:
         return any(t.dtype is not None for t in self.tensors)
 
 
+@dataclass
+class Shared:
+    """Memory that a ring's slot has behind the units of other weights; layers without a cache of their own take turns
+    with it. Fields as in ``Slot``; ``owner``: whose experts are there now."""
+
+    array: mx.array
+    base: int
+    payload: memoryview
+    owner: CachedSwitch | None = None
+
+
 class ExpertCache:
     """Slots for experts of one layer. ``placed`` keeps them on a device that does not share the host's memory.
+    ``memory``: where they are; None: in memory of their own.
 
     Attributes:
         arrays: (slots, *shape of an expert) for each tensor; views of the slots' memory.
     """
 
-    def __init__(self, tensors: Sequence[Stacked], slots: int, device: str, placed: DeviceMemory | None = None) -> None:
-        self.tensors, self._placed = tensors, placed
+    def __init__(
+        self,
+        tensors: Sequence[Stacked],
+        slots: int,
+        device: str,
+        placed: DeviceMemory | None = None,
+        memory: Shared | None = None,
+    ) -> None:
+        self.tensors, self._placed = tensors, placed if memory is None else None
         self._starts, end = list[int](), 0
         for t in tensors:
             self._starts.append(end)
             end += round_up(slots * t.held_bytes, BLOCK)
-        self.memory = Slot(end, device if placed is None else "cpu")
-        if placed is not None:
+        self.memory = memory or Slot(end, device if self._placed is None else "cpu")
+        if self._placed is not None and placed is not None:
             placed.keep(address_of(self.memory.payload), len(self.memory.payload))
         base, whole = self.memory.base, self.memory.array
         self.arrays = [
@@ -191,6 +211,35 @@ class CachedSwitch:
         self.free()
         self.arrived(self.arriving)
 
+    @property
+    def shared(self) -> Shared | None:
+        """The memory that the cache shares with other layers' caches; None: it has its own."""
+        return self.cache.memory if isinstance(self.cache.memory, Shared) else None
+
+    def lend(self, shared: Shared | None) -> None:
+        """Takes turns with other layers in this memory from now on; None: there is none yet."""
+        self.settle()
+        room = 0 if shared is None else len(shared.payload)
+        each, tensors = sum(t.held_bytes for t in self.unit.tensors), len(self.unit.tensors)
+        slots = min(self.unit.switch.experts - 1, room_for(room, each, tensors))
+        self.policy = self.policy.resized(slots)[0]
+        self.cache.close()
+        self.cache = ExpertCache(self.unit.tensors, slots, self._device, memory=shared if slots else None)
+
+    def come(self) -> None:
+        """Makes the shared memory this layer's."""
+        if (shared := self.shared) is not None and shared.owner is not self:
+            if shared.owner is not None:
+                shared.owner.leave()
+            shared.owner = self
+
+    def leave(self) -> None:
+        """Leaves the shared memory to others, once nothing computes with it or reads into it."""
+        if (shared := self.shared) is not None and shared.owner is self:
+            self.settle()
+            shared.owner = None
+            self.policy.vacate(range(self.policy.slots))
+
     def arrived(self, experts: Iterable[int], *, cancel: bool = False) -> None:
         """Waits for those of ``experts`` that are being prefetched; ``cancel`` drops reads that have not begun. An
         expert that could not be read leaves the cache."""
@@ -238,9 +287,10 @@ class CachedSwitch:
             self.withdraw()
 
     def resize(self, slots: int) -> None:
-        if slots == self.policy.slots:
+        if slots == self.policy.slots and self.shared is None:
             return
         self.settle()
+        self.leave()
         if self.stays:
             self.withdraw()
         policy, moves = self.policy.resized(slots)
@@ -294,6 +344,7 @@ class ExpertReads:
 
     def _empty(self, switch: CachedSwitch, loads: Sequence[Load]) -> None:
         switch.free()
+        switch.come()
         switch.arrived({int(switch.policy.expert_in[slot]) for _, slot in loads}, cancel=True)
         # Until all bytes have arrived the slots count as empty, so that a failed read is never used.
         switch.policy.vacate([slot for _, slot in loads])

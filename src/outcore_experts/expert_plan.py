@@ -1,18 +1,17 @@
-"""Plans expert caches: all other weights are resident, as many experts as fit are cached, and the others are read one
-by one."""
+"""Plans what is in memory where experts are read one by one: other weights first, then caches of experts."""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 from outcore.plan.candidate import Candidate, Candidates
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
-from outcore.plan.partition import LayerSize, unit_sizes
+from outcore.plan.partition import LayerSize, StreamedPart, unit_sizes
 from outcore.plan.plan import Plan
 from outcore.plan.prediction import Turn, computing_s, predict
 from outcore.sizes import BLOCK, slot_bytes
@@ -25,6 +24,7 @@ class ExpertSize:
     Attributes:
         resident, read: bytes in memory and on disk.
         pieces: numbers of the layer's pieces that hold experts.
+        routers: numbers of the pieces that look-ahead calls.
         cast: whether experts have another dtype in memory than on disk.
         copied: bytes of parameters that stay in memory (an adapter's) and that a call copies for each slot.
     """
@@ -37,6 +37,7 @@ class ExpertSize:
     tensors: int = 1
     cast: bool = False
     copied: int = 0
+    routers: tuple[int, ...] = ()
 
     def missing(self, slots: int, tokens: int = 1) -> float:
         return missing(self.count, self.used, slots, tokens)
@@ -88,13 +89,21 @@ def reads_experts(tokens: int, shapes: Sequence[tuple[int, int, int]]) -> bool:
     return reads <= WORTH * sum(count - slots for count, _, slots in shapes)
 
 
+# One in so many bytes beyond the smallest budget is for prompt chunks longer than the shortest.
+STEP_SHARE = 16
+
 # Fraction of missing experts that are predicted one layer before, in time to be read (56 to 65 % for code and prose
 # with py-qwen35moe-30m, a quarter and a half of the experts in memory).
 FORESEEN = 0.55
 
 
 class OnDemand:
-    """Makes plans with expert caches (``ModelSize.on_demand``)."""
+    """Makes plans that read experts one by one (``ModelSize.on_demand``).
+
+    Memory goes first to routers, which look-ahead calls, then to all other weights but experts, piece by piece, and
+    then to expert caches: a byte of the former saves a byte of every token, a byte of a cache less. So what a token
+    reads falls with every byte of the budget.
+    """
 
     def best(
         self,
@@ -102,43 +111,57 @@ class OnDemand:
         budget: int,
         least: int,
         *,
+        heads: Sequence[bool],
         rings: Sequence[int],
         steps: Sequence[int],
         slots: int | None,
         calibration: Calibration,
+        within: Plan | None = None,
     ) -> Plan | None:
-        """Returns the fastest plan with expert caches; None if the model has no experts or the budget has no room.
+        """Returns the plan that reads least for a token; None if the model has no experts or the budget has no room.
 
         Args:
             least: the smallest budget in bytes that works, with or without expert caches.
-            rings: numbers of ring slots to try, for passes that stream all experts.
+            heads: whether to stream the head: values to try.
+            rings: numbers of ring slots; the smallest is taken, as more would only take memory.
             steps: lengths of prompt chunks to try, longest first.
             slots: of each layer's cache; None: as many as fit.
+            within: keep in memory only what this plan does.
         """
-        best: Plan | None = None
-        for bare in _bare(size, rings, steps):
-            counts = _counts(size, budget - bare.peak_bytes, slots)
-            if counts is None:
-                continue
-            plan = self.with_pools(
-                size, replace(bare, budget_bytes=budget, smallest_budget_bytes=least), counts, calibration
-            )
-            if best is None or plan.run_s < best.run_s:
-                best = plan
-        return best
+        trunk, found = Trunk(size, within), list[Plan]()
+        base = min(map(size.activations, steps))
+        spare = max(0, budget - least) // STEP_SHARE
+        step = next((s for s in steps if size.activations(s) - base <= spare), min(steps, key=size.activations))
+        for head, unit in itertools.product(heads, trunk.units):
+            bare = trunk.within(budget, head, step, min(rings), unit, slots)
+            counts = None if bare is None else _counts(size, bare, budget - bare.peak_bytes, slots)
+            if bare is not None and counts is not None:
+                plan = replace(bare, budget_bytes=budget, smallest_budget_bytes=least)
+                found.append(self.with_pools(size, plan, counts, calibration))
+        return min(found, key=lambda plan: (plan.bytes_per_token, plan.run_s), default=None)
 
-    def smallest(self, size: ModelSize, *, rings: Sequence[int], step: int, slots: int) -> int | None:
-        pools = _pools(size, [(i, min(slots, e.count)) for i, e in _experts(size).items()])
-        return min((bare.peak_bytes + pools for bare in _bare(size, rings, [step])), default=None)
+    def smallest(
+        self, size: ModelSize, *, heads: Sequence[bool], rings: Sequence[int], step: int, slots: int | None
+    ) -> int | None:
+        trunk, found = Trunk(size), list[int]()
+        for head, unit in itertools.product(heads, trunk.units):
+            bare = trunk.keeping(0, head, step, min(rings), unit)
+            found.append(bare.peak_bytes + _pools(size, Levels(size, bare, slots)[0]))
+        return min(found, default=None)
 
     def with_pools(
         self, size: ModelSize, plan: Plan, counts: Sequence[tuple[int, int]], calibration: Calibration
     ) -> Plan:
         """Returns ``plan`` with other cache sizes, ``counts``: (layer, slots)."""
         experts = _experts(size)
-        read = sum(experts[i].missing(n, size.sequences) * experts[i].read for i, n in counts)
-        plan = replace(plan, pools=tuple(counts), pool_bytes=_pools(size, counts), bytes_per_token=int(read))
-        return predict(size, replace(plan, experts=sum(experts[i].count for i, _ in counts)), calibration)
+        plan = replace(plan, pools=tuple(counts), pool_bytes=_pools(size, counts))
+        reads = self.reads(plan, size, size.sequences)
+        read = sum(_blocks(size, p) for p in plan.parts if not (reads and p.experts))
+        read += size.head.read if plan.head_streamed and size.head is not None else 0
+        if reads:
+            read += int(sum(experts[i].missing(n, size.sequences) * experts[i].read for i, n in counts))
+        plan = replace(plan, bytes_per_token=read, experts=sum(experts[i].count for i, _ in counts))
+        return predict(size, plan, calibration)
 
     def reads(self, plan: Plan, size: ModelSize, tokens: int) -> bool:
         experts = _experts(size)
@@ -149,19 +172,22 @@ class OnDemand:
         """Returns the predicted steps of a token's pass: computing a layer, waiting for its router, and reading those
         missing experts that prefetching had no time for."""
         passes = [(size.sequences, 1)]
-        head = size.head if plan.head_streamed else None
-        outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
-        rest = computing_s(size.rest_kind, outside, calibration, passes)
+        head = size.head.read if plan.head_streamed and size.head is not None else 0
+        rate, trunk = calibration.read_gbps * 1e9, dict[int, int]()
+        for part in plan.parts:
+            trunk[part.layer] = trunk.get(part.layer, 0) + (0 if part.experts else part.read)
+        rest = max(head / rate, computing_s(size.rest_kind, size.non_layer - size.tables, calibration, passes))
         rest += calibration.read_latency_s if size.tables else 0.0
         slots, every = dict(plan.pools), _experts(size)
         turns = []
         for i, layer in enumerate(size.layers):
             experts = every.get(i)
             compute = seconds = computing_s(layer.kind, active_bytes(layer), calibration, passes)
+            ahead = trunk.get(i, 0) / rate
             if i in slots and experts is not None:
                 missing = experts.missing(slots[i], size.sequences)
-                reading = missing * experts.read / calibration.read_gbps / 1e9
-                groups = -(-min(experts.count, experts.used * size.sequences) // slots[i])
+                reading = missing * experts.read / rate
+                groups = -(-min(experts.count, experts.used * size.sequences) // (slots[i] or experts.used))
                 if groups > 1:
                     # Each group is read, then computed for all tokens; nothing is prefetched.
                     share = experts.used * experts.resident / active_bytes(layer)
@@ -169,6 +195,7 @@ class OnDemand:
                 else:
                     reading -= min(FORESEEN * reading, compute)
                 seconds += calibration.sync_s + min(1.0, missing) * calibration.read_latency_s + reading
+            seconds += max(0.0, ahead - compute)
             turns.append(Turn(seconds, layer=i))
         return [*turns, Turn(rest)]
 
@@ -183,33 +210,101 @@ def active_bytes(layer: LayerSize) -> int:
     return layer.resident - (experts.count - experts.used) * experts.resident
 
 
-def _bare(size: ModelSize, rings: Sequence[int], steps: Sequence[int]) -> Iterator[Plan]:
-    """Yields plans that keep all weights but experts in memory and have no expert caches yet."""
-    pooled = _experts(size)
-    stay = frozenset(i for i in range(len(size.layers)) if i not in pooled)
-    kept = tuple(
-        (i, tuple(n for n in range(len(size.layers[i].pieces)) if n not in experts.pieces))
-        for i, experts in pooled.items()
-    )
-    candidates = Candidates(size)
-    units = unit_sizes([size.layers[i] for i in pooled], size.most_unit) if pooled else []
-    for step, ring, unit in itertools.product(steps, rings, units):
-        yield Candidate(candidates, stay, False, step, ring, unit, kept).bare
+class Trunk:
+    """All weights of a model but its experts, and which of them stay in memory. ``within``: a plan to stay within."""
+
+    def __init__(self, size: ModelSize, within: Plan | None = None) -> None:
+        self._candidates, self._size, self._experts = Candidates(size), size, _experts(size)
+        self.units = unit_sizes(size.layers, size.most_unit) if self._experts else []
+        self._fixed = {i for i, layer in enumerate(size.layers) if not layer.streamable and i not in self._experts}
+        # What may be in memory, by layer and piece (None: the whole layer), in the order in which it is taken.
+        found = list[tuple[bool, int, int, int | None]]()
+        for i, layer in enumerate(size.layers):
+            if i in self._experts:
+                routers, others = self._experts[i].routers, self._experts[i].pieces
+                found += [(n not in routers, -p.resident, i, n) for n, p in enumerate(layer.pieces) if n not in others]
+            elif layer.streamable:
+                found.append((True, -layer.resident, i, None))
+        self._items = [(i, n) for _, _, i, n in sorted(found, key=lambda item: item[:3])]
+        if within is not None:
+            kept = dict(within.kept)
+            here = [n in kept.get(i, ()) if n is not None else i in within.resident for i, n in self._items]
+            self._items = self._items[: here.index(False) if False in here else len(here)]
+
+    def keeping(self, count: int, head: bool, step: int, ring: int, unit: int) -> Plan:
+        """Returns the plan with the first ``count`` items in memory and no expert caches yet."""
+        kept: dict[int, list[int]] = {}
+        resident = set(self._fixed)
+        for i, n in self._items[:count]:
+            if n is None:
+                resident.add(i)
+            else:
+                kept.setdefault(i, []).append(n)
+        pieces = tuple((i, tuple(sorted(numbers))) for i, numbers in sorted(kept.items()))
+        return Candidate(self._candidates, frozenset(resident), head, step, ring, unit, pieces, True).bare
+
+    def within(self, budget: int, head: bool, step: int, ring: int, unit: int, slots: int | None) -> Plan | None:
+        """Returns the plan with as many items in memory as the budget has room for; None: not even without any."""
+
+        def needs(count: int) -> int:
+            bare = self.keeping(count, head, step, ring, unit)
+            return bare.peak_bytes + _pools(self._size, Levels(self._size, bare, slots)[0])
+
+        fitting = bisect_right(range(len(self._items) + 1), budget, key=needs)
+        return self.keeping(fitting - 1, head, step, ring, unit) if fitting else None
 
 
-def _counts(size: ModelSize, room: int, slots: int | None) -> list[tuple[int, int]] | None:
-    """Returns (layer, slots) with the same fraction of each layer's experts; None if there is no room."""
-    experts = _experts(size)
-    if slots is not None:
-        counts = [(i, min(slots, e.count)) for i, e in experts.items()]
-        return counts if _pools(size, counts) <= room else None
-    most = max((e.count for e in experts.values()), default=0)
+Counts = list[tuple[int, int]]
 
-    def shared(n: int) -> list[tuple[int, int]]:
-        return [(i, max(1, n * e.count // most)) for i, e in experts.items()]
 
-    fitting = bisect_right(range(1, most + 1), room, key=lambda n: _pools(size, shared(n)))
-    return shared(fitting) if fitting else None
+class Levels:
+    """(layer, slots) of caches of growing size: of none if the ring's slots have room for experts, then layer by layer
+    of a token's experts, then of one more expert, or the same fraction of a larger layer's. ``slots``: of each layer;
+    None: any."""
+
+    def __init__(self, size: ModelSize, bare: Plan, slots: int | None) -> None:
+        self._experts, self._slots = _experts(size), slots
+        self._most = max((e.count for e in self._experts.values()), default=0)
+        at = max(bare.shared_at, size.head.slot if bare.head_streamed and size.head is not None else 0)
+        room = bare.unit_bytes - at
+        lent = slots is None and all(room_for(room, e.resident, e.tensors) for e in self._experts.values())
+        self._lead = min((e.used for e in self._experts.values()), default=0) if lent else 0
+
+    def __len__(self) -> int:
+        if self._slots is not None:
+            return 1
+        return (self._most - max(0, self._lead - 1)) * len(self._experts) + (self._lead > 0)
+
+    def __getitem__(self, n: int) -> Counts:
+        # In each round, every layer grows by one expert, or by a token's in the first one.
+        grown, more = divmod(n if self._lead else n + len(self._experts), len(self._experts))
+        return [(i, self._of(e, grown + (at < more))) for at, (i, e) in enumerate(self._experts.items())]
+
+    def _of(self, experts: ExpertSize, grown: int) -> int:
+        if self._slots is not None:
+            return min(self._slots, experts.count)
+        if not grown and self._lead:
+            return 0
+        share = (grown + max(0, self._lead - 1)) * experts.count // self._most
+        return min(experts.count, max(experts.used if self._lead else 1, share))
+
+
+def _blocks(size: ModelSize, part: StreamedPart) -> int:
+    """Returns the bytes of the blocks that a part's pieces lie in."""
+    pieces = [size.layers[part.layer].pieces[n] for n in part.pieces]
+    return min(part.slot, part.read + sum(p.slot - p.read for p in pieces)) if pieces else part.read
+
+
+def room_for(nbytes: int, expert: int, tensors: int) -> int:
+    """Returns how many experts' slots fit into a part of a ring's slot."""
+    return max(0, nbytes // BLOCK * BLOCK - BLOCK * (tensors + 1)) // expert
+
+
+def _counts(size: ModelSize, bare: Plan, room: int, slots: int | None) -> Counts | None:
+    """Returns the largest caches that fit; None if there is no room."""
+    levels = Levels(size, bare, slots)
+    fitting = bisect_right(levels, room, key=lambda counts: _pools(size, counts))
+    return levels[fitting - 1] if fitting else None
 
 
 def _pools(size: ModelSize, counts: Sequence[tuple[int, int]]) -> int:
@@ -217,7 +312,7 @@ def _pools(size: ModelSize, counts: Sequence[tuple[int, int]]) -> int:
     experts, pools, copied = _experts(size), 0, 0
     for layer, slots in counts:
         each = experts[layer]
-        pools += slot_bytes(slots * each.resident + BLOCK * each.tensors)
+        pools += bool(slots) * slot_bytes(slots * each.resident + BLOCK * each.tensors)
         copied = max(copied, slots * each.copied)
     return pools + copied
 

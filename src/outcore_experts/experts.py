@@ -28,14 +28,14 @@ from outcore.machine.device import device_kind, on_cuda, on_metal
 from outcore.machine.interrupts import check
 from outcore.modules.hooks import Call, arrays_in, swap, unswap
 from outcore.plan.plan import Plan
-from outcore.sizes import round_up
+from outcore.sizes import BLOCK, round_up
 
 from .device_stretches import DeviceMemory
-from .expert_cache import CachedSwitch, ExpertReads, SwitchUnit, stacked
-from .expert_plan import reads_experts
+from .expert_cache import CachedSwitch, ExpertReads, Shared, SwitchUnit, stacked
+from .expert_plan import missing, reads_experts
 from .expert_prefetch import ExpertPrefetch, Routed
 from .expert_windows import Windows
-from .switches import block_of
+from .switches import block_of, routers_of
 
 if TYPE_CHECKING:
     from outcore.engine.model_profile import ModelProfile
@@ -50,6 +50,7 @@ class Experts:
         eager: wait for each router at its own switch, because the model evaluates arrays inside its forward pass.
 
     Attributes:
+        switches: one for each layer with experts, in call order.
         pooled: whether this pass's calls use the caches; if not, the ring's slot has all experts of a layer.
     """
 
@@ -72,24 +73,46 @@ class Experts:
         self._windows: Windows | None = None
         self._placed = DeviceMemory() if on_cuda() else None
         tables = _tables([u.switch.experts for u in units for _ in range(2)], device)
-        self._switches = [
+        self.switches = [
             CachedSwitch(u, n, table, inside, device, self._placed)
             for u, n, table, inside in zip(units, slots, tables[::2], tables[1::2], strict=True)
         ]
+        self._shared = [each for each, n in zip(self.switches, slots, strict=True) if not n]
+        self._trunk = 0  # bytes of the units that are streamed whichever experts are used
         self._reads = ExpertReads(metrics, device)
-        self.prefetch = None if eager else ExpertPrefetch(self._switches, self._reads, metrics)
-        for each in self._switches:
+        self.prefetch = None if eager else ExpertPrefetch(self.switches, self._reads, metrics)
+        for each in self.switches:
             swap(each.unit.switch.module, "Pooled", self._call(each))
 
     def bind(self, ring: Ring, units: Sequence[StreamedUnit]) -> None:
         self._reads.reader = ring.reader
         if self._placed is not None:
             ring.reader.move = self._placed.move
-        self._windows = Windows(self._switches, units, ring)
+        mine = [u for u in units if not u.experts]
+        self._trunk = sum(u.unit.read_bytes for u in mine)
+        self._lend(ring, max([u.unit.slot_bytes for u in mine], default=0))
+        self._windows = Windows([s for s in self.switches if s not in self._shared], units, ring)
+
+    def _lend(self, ring: Ring, trunk: int) -> None:
+        """Lets the layers without a cache take turns with what the units of other weights leave of the ring's slots."""
+        free = list[Shared]()
+        for slot in ring.slots if self._shared else []:
+            at = round_up(trunk, BLOCK)
+            free.append(Shared(slot.array, slot.base + at, slot.payload[at:]))
+        for n, switch in enumerate(self._shared):
+            switch.lend(free[n % len(free)] if free else None)
+
+    @property
+    def shared(self) -> bool:
+        return bool(self._shared)
+
+    @property
+    def pending(self) -> bool:
+        return self._pending is not None
 
     @property
     def slots(self) -> list[int]:
-        return [each.policy.slots for each in self._switches]
+        return [each.policy.slots for each in self.switches]
 
     @property
     def expert_s(self) -> float:
@@ -97,16 +120,23 @@ class Experts:
 
     # A pass
 
-    def begin(self, tokens: int | None) -> bool:
+    def begin(self, tokens: int | None, passes: int = 1) -> bool:
         self._pending = None
-        shapes = [(s.unit.switch.experts, s.unit.used, s.policy.slots) for s in self._switches]
+        own = [0 if s in self._shared else s.policy.slots for s in self.switches]
+        shapes = [(s.unit.switch.experts, s.unit.used, n) for s, n in zip(self.switches, own, strict=True)]
         self.pooled = tokens is not None and reads_experts(tokens, shapes)
+        if self.pooled and tokens and passes > 1 and self._trunk:
+            # These passes would read all other weights one by one; through the ring they share one reading.
+            each = [sum(t.read_bytes for t in s.unit.tensors) for s in self.switches]
+            saved = [n * (shape[0] - shape[2] - missing(*shape, tokens)) for n, shape in zip(each, shapes, strict=True)]
+            self.pooled = (passes - 1) * self._trunk <= sum(saved)
         if self.pooled and tokens and on_metal():
-            self.pooled = all(same_kernel(tokens * used, experts, slots) for experts, used, slots in shapes)
+            self.pooled = all(same_kernel(tokens * used, experts, slots or experts) for experts, used, slots in shapes)
         if self.prefetch is not None:
             self.prefetch.begin()
-        for each in self._switches:
+        for each in self.switches:
             if not self.pooled:
+                each.leave()
                 # Copies between ring and caches do not wait for prefetched experts, so wait here.
                 each.arrived(each.arriving, cancel=True)
             if each.policy.slots == each.unit.switch.experts:
@@ -119,7 +149,7 @@ class Experts:
         """Ends a pass and evaluates everything that uses the caches, because these may change before the caller,
         perhaps another thread, evaluates the result."""
         self.settle()
-        under_way = [s for s in self._switches if s.last]
+        under_way = [s for s in self.switches if s.last]
         if under_way:
             mx.eval([s.last for s in under_way])
         for switch in under_way:
@@ -127,7 +157,7 @@ class Experts:
 
     def abandon(self) -> None:
         self._pending = None
-        for switch in self._switches:
+        for switch in self.switches:
             # Waits for the device. Results that cannot be evaluated are not needed.
             with contextlib.suppress(RuntimeError):
                 mx.eval(switch.last)
@@ -228,8 +258,10 @@ class Experts:
         """Resizes the caches between passes. The most valuable experts stay. One layer's cache at a time is in memory
         twice."""
         self._pending = None
-        for switch, count in zip(self._switches, slots, strict=True):
-            switch.resize(count)
+        self._shared = [each for each, n in zip(self.switches, slots, strict=True) if not n]
+        for switch, count in zip(self.switches, slots, strict=True):
+            if count:
+                switch.resize(count)
         clear_cache()
 
     def _fill(self, switch: CachedSwitch) -> None:
@@ -248,14 +280,14 @@ class Experts:
     def close(self) -> None:
         if self._windows is not None:
             self._windows.close()
-        for switch in self._switches:
+        for switch in self.switches:
             unswap(switch.unit.switch.module)
             switch.settle()
             switch.withdraw()
             switch.cache.close()
         if self._placed is not None:
             self._placed.close()
-        self._switches, self._pending, self._windows, self.prefetch = [], None, None, None
+        self.switches, self._pending, self._windows, self.prefetch = [], None, None, None
 
 
 def experts_for(streaming: Streaming, profile: ModelProfile, plan: Plan) -> Experts | None:
@@ -266,10 +298,15 @@ def experts_for(streaming: Streaming, profile: ModelProfile, plan: Plan) -> Expe
         assert size is not None
         tensors = tuple(stacked(layer, switch, known.casts, profile.place))
         parameters = tuple(layer.parameters[n] for n in switch.streamed)
-        units.append(SwitchUnit(layer.path, switch, parameters, tensors, size.used, block_of(layer, switch)))
+        routers = routers_of(layer, known.pieces, switch)
+        # Look-ahead calls routers out of their turn, so they have to be in memory.
+        block = block_of(layer, switch) if set(routers) <= set(dict(plan.kept).get(i, ())) else None
+        units.append(SwitchUnit(layer.path, switch, parameters, tensors, size.used, block))
     before = streaming.experts
     assert before is None or isinstance(before, Experts)
     if before is not None and [u.switch.module for u in units] == [u.switch.module for u in before.units]:
+        for unit, switch in zip(units, before.switches, strict=True):
+            switch.unit = unit
         before.resize(slots)
         return before
     if before is not None:

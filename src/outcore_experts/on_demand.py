@@ -15,11 +15,12 @@ from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 from outcore.plan.planner import ENOUGH_STEP, SLOTS, prefill_steps
+from outcore.sizes import BLOCK, round_up
 
 from .expert_cache import stacked
 from .expert_plan import ON_DEMAND, ExpertSize
 from .experts import Experts, experts_for
-from .switches import Switch, find_switch, switches_in
+from .switches import Switch, find_switch, routers_of, switches_in
 
 if TYPE_CHECKING:
     from outcore.engine.session import Session
@@ -38,7 +39,14 @@ def experts(
     read = sum(t.read_bytes for t in tensors)
     cast = any(t.dtype is not None for t in tensors)
     copied = sum(nbytes(p.array, to.target(f"{layer.path}.{p.path}", p.array.dtype)) for p in switch.held)
-    size = ExpertSize(switch.experts, used, held, read, switch.pieces, len(tensors), cast, copied // switch.experts)
+    if place.direct:
+        # Whole blocks are read, of which other experts have a part.
+        ends = [(t.info.offset + n * t.read_bytes, t.read_bytes) for t in tensors for n in range(switch.experts)]
+        read = sum(round_up(at + n, BLOCK) - at // BLOCK * BLOCK for at, n in ends) // switch.experts
+    routers = routers_of(layer, pieces, switch)
+    size = ExpertSize(
+        switch.experts, used, held, read, switch.pieces, len(tensors), cast, copied // switch.experts, routers
+    )
     return switch, size
 
 
@@ -55,7 +63,8 @@ class CacheSizes:
 
     @property
     def spare(self) -> list[int]:
-        return [self._slot] * (_slots(self.session.plan.pools) - len(self.session.plan.pools))
+        pools = self.session.plan.pools
+        return [self._slot] * sum(n - 1 for _, n in pools if n)
 
     @property
     def returning(self) -> list[int]:
@@ -65,9 +74,9 @@ class CacheSizes:
         """Removes ``slots`` slots, or adds them if negative; layers keep their original proportions. Returns how
         many."""
         now, whole = self.session.plan.pools, self._whole
-        wanted = max(len(whole), min(_slots(whole), _slots(now) - slots))
+        wanted = max(sum(n > 0 for _, n in whole), min(_slots(whole), _slots(now) - slots))
         share = wanted / max(1, _slots(whole))
-        counts = {i: max(1, int(n * share)) for i, n in whole}
+        counts = {i: max(min(1, n), int(n * share)) for i, n in whole}
         for i, n in whole:  # distribute the slots that rounding down left over
             counts[i] += counts[i] < n and sum(counts.values()) < wanted
         if (changed := tuple(counts.items())) == now:
@@ -85,10 +94,12 @@ class CacheSizes:
                 size,
                 room,
                 plan.smallest_budget_bytes,
+                heads=[True] if plan.head_streamed else [False, True] if size.head is not None else [False],
                 rings=SLOTS,
                 steps=steps,
                 slots=None,
                 calibration=self._calibration,
+                within=plan,
             )
         if fitting is None:
             # Streamed layers cannot become resident here: their arrays are gone.
@@ -119,4 +130,5 @@ def _slots(counts: Counts) -> int:
 
 
 def _ring(plan: Plan) -> tuple[object, ...]:
-    return plan.slots, plan.unit_bytes, plan.resident, plan.kept, plan.parts, plan.head_streamed
+    lent = [i for i, n in plan.pools if not n]
+    return plan.slots, plan.unit_bytes, plan.resident, plan.kept, plan.parts, plan.head_streamed, lent

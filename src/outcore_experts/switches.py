@@ -71,6 +71,14 @@ def block_of(layer: Layer, switch: Switch) -> nn.Module | None:
     return None
 
 
+def routers_of(layer: Layer, pieces: Sequence[Projection], switch: Switch) -> tuple[int, ...]:
+    """Returns the pieces, in call order, that the module which calls the switch uses before it; empty if that is the
+    layer itself."""
+    block = block_of(layer, switch)
+    inside = set[int]() if block is None else {id(m) for m in modules(block)}
+    return tuple(n for n, piece in enumerate(pieces) if n < switch.pieces[0] and id(piece.module) in inside)
+
+
 def _by_expert(module: nn.Module) -> bool:
     """Whether a module has a matrix for each expert, so that a vector of that length is one number for each expert."""
     weight = module.get("weight")

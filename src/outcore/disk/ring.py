@@ -79,6 +79,7 @@ class Ring:
         units: every unit that may be requested, by index.
         slots: number of slots, at least 2.
         order: the expected order of units in the first pass.
+        least: bytes of a slot, at least.
 
     Attributes:
         ahead: prefetched turns, not yet taken; ``held``: turns taken and not released. Other threads may look at both.
@@ -94,6 +95,7 @@ class Ring:
         order: Sequence[int],
         metrics: Metrics | None = None,
         device: str = "cpu",
+        least: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if slots < 2:
@@ -102,7 +104,7 @@ class Ring:
         self.reader = reader
         self.metrics = metrics or Metrics()
         self.partly: Callable[[int], Partly | None] | None = None
-        largest = max(u.slot_bytes for u in units)
+        largest = max(least, *(u.slot_bytes for u in units))
         self.slots = [Slot(largest, device) for _ in range(slots)]
         self._clock = clock
         self._order = list(order)
@@ -128,11 +130,10 @@ class Ring:
         self._before, self._seen = self._seen, []
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Replace the expected order of units, between passes. Keeps prefetched units that this order begins with."""
+        """Replace the expected order of units, between passes. Keeps prefetched units that this order begins with.
+        Without units nothing is read ahead."""
         self._check_open()
-        if not order:
-            raise ValueError("a ring without units has nothing to do; close it")
-        fits = [lease.unit == order[n % len(order)] for n, lease in enumerate(self.ahead)]
+        fits = [bool(order) and lease.unit == order[n % len(order)] for n, lease in enumerate(self.ahead)]
         self._drop(fits.index(False) if False in fits else len(fits))
         self._order, self._at = list(order), 0
         self._seen, self._before = [], []
@@ -220,7 +221,7 @@ class Ring:
 
     def start(self) -> None:
         """Prefetch into all free slots, also before the first unit is requested."""
-        while len(self.ahead) + len(self.held) < len(self.slots):
+        while self._order and len(self.ahead) + len(self.held) < len(self.slots):
             ahead = len(self.ahead)
             unit = self._order[(self._at + ahead) % len(self._order)]
             if self._turn + ahead - len(self.slots) in self.held:

@@ -79,7 +79,7 @@ def ring_units(profile: ModelProfile, plan: Plan) -> tuple[list[StreamedUnit], l
     if plan.head_streamed:
         for i, table in enumerate(profile.tables, start=len(profile.layers)):
             if table.multiplied:
-                slices = profile.place.slices(table, plan.unit_bytes)
+                slices = profile.place.slices(table, plan.shared_at if plan.pools else plan.unit_bytes)
                 numbers[i] = list(range(len(units), len(units) + len(slices)))
                 units += [StreamedUnit(table.layer, unit, table.casts, rows=rows) for rows, unit in slices]
     return units, [n for i in profile.order for n in numbers.get(i, [])]
@@ -111,6 +111,7 @@ def _streamed_unit(profile: ModelProfile, part: StreamedPart) -> StreamedUnit:
         tuple(known.casts[n] for n in numbers),
         tuple(piece.module for piece in pieces),
         decoders=tuple(known.decoders[n] for n in numbers),
+        experts=part.experts,
     )
 
 

@@ -188,6 +188,7 @@ class Engine:
                 order=streamed,
                 metrics=self.metrics,
                 device=device_kind(),
+                least=plan.unit_bytes if plan.pools else 0,
             )
             bound = Binding(ring, units, order, resident, tables)
             if self.streaming is not None:

@@ -21,7 +21,7 @@ from ..disk.ring import Lease
 from ..errors import OutcoreError
 from ..machine.allocator import note_held
 from ..modules.hooks import Call, caches_in, handles, tokens_in
-from .seams import KVOffloader, Stage
+from .seams import ExpertCaches, KVOffloader, Stage
 from .streamed_layers import StreamedLayers
 from .undo import Moved, Undo
 
@@ -153,7 +153,8 @@ class LayerExecutor:
     Attributes:
         recording: the pass that calls are recorded in; None: calls are executed.
         tokens: the most tokens of any unit's call in this pass.
-        pooled: this pass takes experts from the expert caches, and nothing goes through the ring.
+        experts: expert caches; None: there are none.
+        pooled: this pass takes experts from the expert caches, and units of experts do not go through the ring.
         undo: restores caches if the pass fails; None: caches are not restored.
         done: called with a unit's lease once the unit is computed, while its weights are still in the slot.
         ended: time when the last unit was found to be computed, and the seconds spent waiting for other ranks until
@@ -173,6 +174,7 @@ class LayerExecutor:
         self.pooled = False
         self.undo: Undo | None = None
         self.kv: KVOffloader | None = None
+        self.experts: ExpertCaches | None = None
         self.done: Callable[[Lease], object] | None = None
         self.ended = 0.0, 0.0
         self._metrics, self._after_unit = metrics, after_unit
@@ -183,11 +185,15 @@ class LayerExecutor:
     def bind(self, layers: StreamedLayers) -> None:
         self._layers = layers
 
+    def aside(self, unit: int) -> bool:
+        """Whether this pass leaves a unit out."""
+        return self.pooled and self._layers.units[unit].experts
+
     # Calls
 
     def whole(self, unit: int) -> Call:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            if self.pooled:
+            if self.aside(unit):
                 return self._passed(unit, original(*args, **kwargs))
             if self.kv is not None:
                 self._enter(unit, args, kwargs)
@@ -210,10 +216,10 @@ class LayerExecutor:
         """Returns the replacement for the call of a module inside a layer that is streamed in several units."""
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            if self.pooled:
+            if self.aside(unit):
                 return original(*args, **kwargs)
             if self._open is None or self._open.unit != unit:
-                self._close_part()
+                self.close_part()
                 self._open = self._begin(unit, args, kwargs)
             out = original(*args, **kwargs)
             self._open.arrays += handles(out)
@@ -225,8 +231,6 @@ class LayerExecutor:
         """Returns the replacement for the call of a layer that is streamed in several units; ``unit`` is the first."""
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            if self.pooled:
-                return self._passed(unit, original(*args, **kwargs))
             try:
                 if self.kv is not None:
                     self._enter(unit, args, kwargs)
@@ -239,7 +243,9 @@ class LayerExecutor:
                     )
                 if self.recording is not None:
                     self.recording.see(args, kwargs)
-                self._close_part()
+                self.close_part()
+                if last is None:
+                    return self._passed(unit, out)
             except BaseException:
                 self.abandon()
                 raise
@@ -277,6 +283,10 @@ class LayerExecutor:
             within.units.append(turn)
             weights.put(unit, slot, args, within.made[at])
             return turn
+        if self.pooled and self.experts is not None and self.experts.pending:
+            # What follows depends on experts that have to be read first; meanwhile the ring may read, too.
+            self.drain()
+            self.experts.settle()
         lease = ring.take(unit)
         if not lease.read.ready:
             # Compute the resident layers before this one, which are in the graph of its inputs, during the read.
@@ -302,7 +312,8 @@ class LayerExecutor:
         self.hand_over(turn.lease, [*turn.arrays, *(array for _, array in turn.leaving)])
         self._transport.depart(turn.leaving)
 
-    def _close_part(self) -> None:
+    def close_part(self) -> None:
+        """Hands the open unit's work to the device, so that what is derived from it may be evaluated."""
         part = self._open
         if part is not None and part.unit is not None:
             self._layers.weights.withdraw(part.unit)

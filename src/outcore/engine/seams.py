@@ -57,11 +57,20 @@ class ExpertCaches(Protocol):
     """Reads routed experts one by one (``outcore_experts``)."""
 
     def bind(self, ring: Ring, units: Sequence[StreamedUnit]) -> None:
-        """Uses this ring in passes that stream all experts."""
+        """Uses this ring in passes that stream all experts, and its slots for the experts of layers without a
+        cache."""
 
-    def begin(self, tokens: int | None) -> bool:
-        """Begins a pass over ``tokens`` tokens (None: many). Returns whether it takes experts from the caches, not the
-        ring."""
+    def begin(self, tokens: int | None, passes: int = 1) -> bool:
+        """Begins a pass over ``tokens`` tokens (None: many), or ``passes`` that share it. Returns whether it takes
+        experts from the caches, not the ring."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether the graph built so far needs experts that may have to be read."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether some layers' experts are read into the ring's slots."""
 
     @property
     def expert_s(self) -> float:

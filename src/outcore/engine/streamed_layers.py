@@ -142,6 +142,7 @@ class StreamedUnit:
         decoders: decoder of each parameter; None: it is stored as used. Empty: all are stored as used.
         modules: if the layer is streamed in several units, the modules inside it that own the parameters.
         rows: the rows of the table that the unit holds; None: it holds a layer or a part of one.
+        experts: it holds nothing but experts.
     """
 
     layer: Layer
@@ -150,6 +151,7 @@ class StreamedUnit:
     modules: tuple[nn.Module, ...] = ()
     rows: slice | None = None
     decoders: tuple[Decoder | None, ...] = ()
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,7 @@ class StreamedLayers:
 
     @property
     def order(self) -> list[int]:
-        return [i for i in self._order if self.module(i) not in self._resident]
+        return [i for i in self._order if self.module(i) not in self._resident and not self._executor.aside(i)]
 
     def is_resident(self, layer: nn.Module) -> bool:
         return id(layer) in self._resident

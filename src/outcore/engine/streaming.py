@@ -72,6 +72,7 @@ class Streaming:
             unswap(t.module)  # on ranks other than the first, zeros stood in for the head
             put(t.table.layer.parameters, absent([p.array for p in t.table.layer.parameters]))
             swap(t.module, "Streamed", *t.calls(self._executor.whole))
+        self._executor.pooled = False
         if self.experts is not None:
             self.experts.bind(self.ring, bound.units)
         swap(self.model, "Streamed", self._forward, whole_model=True)
@@ -93,7 +94,8 @@ class Streaming:
         self.drain()
         if experts is not None:
             experts.bind(self.ring, self.layers.units)
-        self.experts, self.kv, self._executor.kv = experts, kv, kv
+        self.experts = self._executor.experts = experts
+        self.kv = self._executor.kv = kv
         self._executor.done = None if experts is None and kv is None else self._done
         self._tell_order()
 
@@ -122,7 +124,7 @@ class Streaming:
             for each in (self.experts, self.kv):
                 if each is not None:
                     each.close()
-            self.experts = None
+            self.experts = self._executor.experts = None
 
     def _let_go(self) -> None:
         self._executor.forget()
@@ -155,7 +157,7 @@ class Streaming:
                 ids = arg
                 break
         with self.exclusive, self.transaction(caches, 2 if ids is None else ids.shape[1]):
-            self._begin_pass(None if ids is None else ids.size)
+            self._begin_pass(None if ids is None else ids.size, 1)
             out = original(*args, **kwargs)
             if not self._transport.alone:
                 self._executor.settle()
@@ -203,7 +205,7 @@ class Streaming:
         finally:
             self._within, self._executor.undo = False, None
 
-    def _begin_pass(self, tokens: int | None) -> None:
+    def _begin_pass(self, tokens: int | None, passes: int) -> None:
         """Begins a pass, or several that share it, over ``tokens`` tokens; None: many."""
         executor = self._executor
         self.drain()
@@ -223,7 +225,9 @@ class Streaming:
             self.kv.begin_pass()
         self.metrics.sweeps += 1
         self._began, executor.tokens = (self.metrics.clock(), self.metrics.ranks_s), 0
-        executor.pooled = self.experts is not None and self.experts.begin(tokens)
+        before, executor.pooled = executor.pooled, self.experts is not None and self.experts.begin(tokens, passes)
+        if executor.pooled != before and self.experts is not None and (self.layers.order or self.experts.shared):
+            self.ring.reorder(self.layers.order)
         if executor.pooled:
             executor.tokens = tokens or 0
         if not self._transport.alone:
@@ -245,7 +249,8 @@ class Streaming:
     # Several passes
 
     def advance(self) -> None:
-        """Notes for the undo that the graph built so far is about to be computed."""
+        """Hands over the open unit, and notes for the undo that the graph built so far is about to be computed."""
+        self._executor.close_part()
         self._executor.reached(self._executor.moved())
 
     def run_passes(
@@ -272,7 +277,7 @@ class Streaming:
             tokens = None  # expert caches would run pass by pass, but ranks have to go layer by layer
         outputs: list[mx.array] = []
         with self.exclusive, self.transaction(None, 0):
-            self._begin_pass(tokens)
+            self._begin_pass(tokens, len(passes))
             self._several = True
             try:
                 if self._executor.pooled:

@@ -28,17 +28,19 @@ class Candidates:
         self.size = size
         first = dict[object, int]()
         self._alike = [first.setdefault(layer, i) for i, layer in enumerate(size.layers)]
-        self._cuts = dict[tuple[int, tuple[int, ...], int], Cut]()
+        self._cuts = dict[tuple[int, tuple[int, ...], int, bool], Cut]()
         self._activations = dict[tuple[int, int | None], int]()
 
-    def streamed(self, resident: frozenset[int], kept: dict[int, tuple[int, ...]], unit: int) -> list[tuple[int, Cut]]:
+    def streamed(
+        self, resident: frozenset[int], kept: dict[int, tuple[int, ...]], unit: int, apart: bool
+    ) -> list[tuple[int, Cut]]:
         """Returns index and cut of each streamed layer: pieces not in ``kept``, in parts of at most ``unit`` bytes."""
         found = []
         for i, alike in enumerate(self._alike):
             if i not in resident:
-                key = alike, kept.get(i, ()), unit
+                key = alike, kept.get(i, ()), unit, apart
                 if key not in self._cuts:
-                    self._cuts[key] = cut_layer(self.size.layers[i], key[1], unit)
+                    self._cuts[key] = cut_layer(self.size.layers[i], key[1], unit, apart)
                 found.append((i, self._cuts[key]))
         return found
 
@@ -96,6 +98,7 @@ class Candidate:
         slots: how many slots the ring has.
         unit: most bytes of a part of a layer, unless a layer cannot be cut so small.
         kept: index of each streamed layer with resident pieces, and the indices of these.
+        apart: experts are units of their own.
     """
 
     of: Candidates
@@ -105,6 +108,7 @@ class Candidate:
     slots: int
     unit: int
     kept: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    apart: bool = False
 
     @property
     def size(self) -> ModelSize:
@@ -118,7 +122,7 @@ class Candidate:
 
     @cached_property
     def _streamed(self) -> list[tuple[int, Cut]]:
-        return self.of.streamed(self.resident, dict(self.kept), self.unit)
+        return self.of.streamed(self.resident, dict(self.kept), self.unit, self.apart)
 
     @cached_property
     def _streams(self) -> bool:
@@ -178,7 +182,9 @@ class Candidate:
     def bare(self) -> Plan:
         """The plan without its budget, smallest budget and predictions."""
         size = self.size
-        parts = [StreamedPart(i, p.pieces, p.slot, p.read, p.cast) for i, cut in self._streamed for p in cut.parts]
+        parts = [
+            StreamedPart(i, p.pieces, p.slot, p.read, p.cast, p.experts) for i, cut in self._streamed for p in cut.parts
+        ]
         streamed = tuple([i for i, _ in self._streamed])
         read = sum(map(size.kv_read, streamed)) if size.on_disk else 0
         for _, cut in self._streamed:
@@ -276,7 +282,14 @@ def _replanned(size: ModelSize, plan: Plan, resident: Iterable[int]) -> Plan:
     stay = frozenset(resident)
     kept = tuple((i, pieces) for i, pieces in plan.kept if i not in stay)
     candidate = Candidate(
-        Candidates(size), stay, plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes, kept
+        Candidates(size),
+        stay,
+        plan.head_streamed,
+        plan.prefill_step,
+        plan.slots,
+        plan.unit_bytes,
+        kept,
+        bool(plan.pools),
     )
     bare = replace(candidate.bare, unit_bytes=plan.unit_bytes) if plan.slots else candidate.bare
     return replace(

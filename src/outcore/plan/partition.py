@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol
 
@@ -41,6 +41,7 @@ class ExpertNumbers(Protocol):
         count: number of experts.
         used: number of experts that a token uses.
         resident: bytes of one expert in memory.
+        pieces: numbers of the layer's pieces that hold experts.
         on_demand: makes plans with expert caches (``prediction.ExpertPlans``).
     """
 
@@ -52,6 +53,9 @@ class ExpertNumbers(Protocol):
 
     @property
     def resident(self) -> int: ...
+
+    @property
+    def pieces(self) -> tuple[int, ...]: ...
 
     @property
     def on_demand(self) -> Any: ...
@@ -88,13 +92,15 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class StreamedPart:
-    """One streamed unit: pieces of a layer, by index; the whole layer if ``pieces`` is empty. Sizes in bytes."""
+    """One streamed unit: pieces of a layer, by index; the whole layer if ``pieces`` is empty. Sizes in bytes.
+    ``experts``: nothing but experts, which passes that read single experts leave out."""
 
     layer: int
     pieces: tuple[int, ...]
     slot: int
     read: int
     cast: int = 0
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,16 +121,32 @@ class Cut:
 
 
 @lru_cache(maxsize=4096)
-def cut_layer(layer: LayerSize, kept: tuple[int, ...], unit: int) -> Cut:
+def cut_layer(layer: LayerSize, kept: tuple[int, ...], unit: int, apart: bool = False) -> Cut:
     """Cuts a streamed layer, without its resident pieces, into parts of at most ``unit`` bytes if it can be split.
 
     Makes the fewest parts, and as equal as call order allows, since a ring of unequal units waits for the large ones. A
-    piece larger than ``unit`` is a part of its own.
+    piece larger than ``unit`` is a part of its own. ``apart``: experts and other pieces are in different parts, and
+    parts without experts are half as large.
     """
-    if not kept and (layer.slot <= unit or not layer.splittable):
+    if apart and layer.experts is None:
+        unit //= 2
+    if not kept and (layer.slot <= unit or not layer.splittable) and (not apart or layer.experts is None):
         whole = StreamedPart(0, (), layer.slot, layer.read, layer.cast)
         return Cut((whole,), whole.slot, whole.cast, whole.read, None)
-    left = tuple([n for n in range(len(layer.pieces)) if n not in kept])
+    left, parts = tuple([n for n in range(len(layer.pieces)) if n not in kept]), list[StreamedPart]()
+    inside = set(layer.experts.pieces) if apart and layer.experts is not None else set[int]()
+    for experts, run in groupby(left, inside.__contains__):
+        parts += _parts(layer, tuple(run), unit if experts or not inside else unit // 2, experts)
+    return Cut(
+        tuple(parts),
+        max(map(attrgetter("slot"), parts)),
+        max(map(attrgetter("cast"), parts)),
+        sum(map(attrgetter("read"), parts)),
+        held_between([layer], parts),
+    )
+
+
+def _parts(layer: LayerSize, left: tuple[int, ...], unit: int, experts: bool) -> list[StreamedPart]:
     spans = _spans(layer, left)
     ends = [len(left)]
     if layer.splittable:
@@ -133,21 +155,15 @@ def cut_layer(layer: LayerSize, kept: tuple[int, ...], unit: int) -> Cut:
         limits = limits[bisect_left(limits, largest) :]
         fewest = len(_ends(spans, max(unit, largest)))
         ends = _ends(spans, limits[bisect_left(limits, True, key=lambda limit: len(_ends(spans, limit)) <= fewest)])
-    parts, begin = [], 0
+    parts, begin = list[StreamedPart](), 0
     for end in ends:
         group = left[begin:end]
         read, cast = sum(_between(layer, group)), 0
         for n in group:
             read, cast = read + layer.pieces[n].read, cast + layer.pieces[n].cast
-        parts.append(StreamedPart(0, group, spans[begin][end - begin - 1], read, cast))
+        parts.append(StreamedPart(0, group, spans[begin][end - begin - 1], read, cast, experts))
         begin = end
-    return Cut(
-        tuple(parts),
-        max(map(attrgetter("slot"), parts)),
-        max(map(attrgetter("cast"), parts)),
-        sum(map(attrgetter("read"), parts)),
-        held_between([layer], parts),
-    )
+    return parts
 
 
 @lru_cache(maxsize=4096)
@@ -211,7 +227,10 @@ def _held_before(layer: LayerSize, piece: int) -> int:
     begins = blocks.index(blocks[piece])
     if blocks[piece] in blocks[begins:piece] and len(set(blocks[begins : piece + 1])) > 1:
         begins = 0  # blocks alternate, so which outputs cross them is unknown
-    return sum(map(attrgetter("out"), layer.pieces[begins:piece]))
+    # Of a switch only the last piece's output is used outside.
+    experts = () if layer.experts is None else layer.experts.pieces
+    done = experts[:-1] if experts and piece > experts[-1] else ()
+    return sum([layer.pieces[n].out for n in range(begins, piece) if n not in done])
 
 
 def smallest_slot(layer: LayerSize) -> int:

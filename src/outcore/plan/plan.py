@@ -68,8 +68,8 @@ class Plan(MemoryUse):
         context: tokens that memory is planned for.
         bytes_per_token: bytes read from disk for each token.
         smallest_budget_bytes: the smallest budget that works for this model, context and number of slots.
-        pools: index of each layer with an expert cache, and how many experts it has room for. The layer's other weights
-            are resident; ``parts`` are streamed only in long passes.
+        pools: index of each layer whose experts are read one by one, and how many its cache has room for; 0: they are
+            read into the slots, behind ``shared_at``. Parts that are experts are streamed only in long passes.
         experts: routed experts of these layers together.
         token_s: predicted seconds for a token (of every sequence).
         ttft_s: predicted seconds from a prompt to the first token.
@@ -132,8 +132,15 @@ class Plan(MemoryUse):
     def held(self) -> str:
         """Describes what stays in memory."""
         if self.pools:
-            return f"{sum(n for _, n in self.pools)} of {self.experts} experts and all else"
+            more = "part of the rest" if self.head_streamed or not all(p.experts for p in self.parts) else "all else"
+            return f"{sum(n for _, n in self.pools)} of {self.experts} experts and {more}"
         return f"{len(self.resident)} of {len(self.resident) + len(self.streamed)} layers"
+
+    @cached_property
+    def shared_at(self) -> int:
+        """Where the part of a slot begins that units without experts leave free."""
+        least = self.unit_bytes // 4 if self.head_streamed else 0  # few slices of the head
+        return max([least, *(p.slot for p in self.parts if not p.experts)])
 
     @property
     def streams(self) -> bool:

@@ -46,6 +46,9 @@ FEW_BYTES = 1_000_000
 # A plan with more units, fewer slots or smaller chunks is chosen only if it takes less than this share of the time.
 WORTH = 0.99
 
+# Experts are read one by one if a token then reads less than this share of what it does if all of a layer are streamed.
+FEWER = 0.8
+
 ASSUMED = Calibration()
 
 
@@ -147,10 +150,9 @@ def _make_plan(size: ModelSize, budget: int, asked: Fixed, calibration: Calibrat
     # A larger step may take less memory where each pass holds arrays for later layers.
     enough = [s for s in steps if s <= ENOUGH_STEP or s == _thriftiest_step(size)] or steps
     pooled: Plan | None = None
-    if size.on_demand and asked.resident is None and asked.experts != 0 and False in heads and not size.on_disk:
-        pooled = size.on_demand.best(
-            size, budget, least, rings=asked.rings, steps=enough, slots=asked.experts, calibration=calibration
-        )
+    if size.on_demand and asked.resident is None and asked.experts != 0 and not size.on_disk:
+        how: dict[str, Any] = {"heads": heads, "rings": asked.rings, "steps": enough, "slots": asked.experts}
+        pooled = size.on_demand.best(size, budget, least, **how, calibration=calibration)
     if asked.experts:
         return _with_experts(pooled, size, budget, least, asked.experts)
     found: Plan | None = None
@@ -159,6 +161,9 @@ def _make_plan(size: ModelSize, budget: int, asked: Fixed, calibration: Calibrat
         for plan in (best, pooled):
             if plan is not None and (found is None or plan.run_s < found.run_s * WORTH):
                 found = plan
+        if pooled is not None and best is not None and pooled.bytes_per_token < FEWER * best.bytes_per_token:
+            # What is read falls as memory grows, whatever else is predicted.
+            found = pooled
         if found is not None and not found.split and found.slots > SLOTS[-1]:
             break
         # Layers in parts or in two slots wait for each other: more slots in the head's place may be faster.
@@ -229,13 +234,16 @@ def _with_larger_step(size: ModelSize, plan: Plan, steps: Sequence[int]) -> Plan
 def _smallest_budget(size: ModelSize, asked: Fixed) -> int:
     """Like ``smallest_budget``, with KV offload if ``size.on_disk``. Cached: every budget of a curve needs it."""
     step = asked.prefill_step or _thriftiest_step(size)
-    if size.on_demand and asked.experts and asked.resident is None:
-        pooled = size.on_demand.smallest(size, rings=asked.rings, step=step, slots=asked.experts)
-        if pooled is not None:
+    pooled = None
+    if size.on_demand and asked.experts != 0 and asked.resident is None and not size.on_disk:
+        how: dict[str, Any] = {"heads": asked.heads(size), "rings": asked.rings}
+        pooled = size.on_demand.smallest(size, **how, step=step, slots=asked.experts)
+        if asked.experts and pooled is not None:
             return pooled
     candidates, slots = Candidates(size), asked.slots or SLOTS[-1]
     counts, units = asked.counts(size)[::-1], unit_sizes(size.layers, size.most_unit)
-    return min([candidates.smallest(counts, head, step, slots, unit) for head in asked.heads(size) for unit in units])
+    least = min([candidates.smallest(counts, head, step, slots, unit) for head in asked.heads(size) for unit in units])
+    return least if pooled is None else min(least, pooled)
 
 
 def refusal(size: ModelSize, budget: int, least: int, resident: int | None = None, also: str = "") -> str:

@@ -20,7 +20,7 @@ from .plan import Plan
 
 
 class ExpertPlans(Protocol):
-    """Makes plans with expert caches, in which all other weights are resident (``expert_plan.OnDemand``)."""
+    """Makes plans that read experts one by one (``expert_plan.OnDemand``)."""
 
     def best(
         self,
@@ -28,14 +28,17 @@ class ExpertPlans(Protocol):
         budget: int,
         least: int,
         *,
+        heads: Sequence[bool],
         rings: Sequence[int],
         steps: Sequence[int],
         slots: int | None,
         calibration: Calibration,
     ) -> Plan | None:
-        """Returns the fastest plan; None if none fits."""
+        """Returns the plan that reads least for a token; None if none fits."""
 
-    def smallest(self, size: ModelSize, *, rings: Sequence[int], step: int, slots: int) -> int | None:
+    def smallest(
+        self, size: ModelSize, *, heads: Sequence[bool], rings: Sequence[int], step: int, slots: int | None
+    ) -> int | None:
         """Returns the smallest budget in bytes for ``slots`` cached experts per layer; None if there is none."""
 
     def with_pools(
@@ -138,7 +141,7 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
         rest += calibration.read_latency_s
     if head is None:
         return [*turns, Turn(rest)]
-    slices = max(1, -(-head.read // max(plan.unit_bytes, 1)))
+    slices = max(1, -(-head.read // max(plan.shared_at if plan.pools else plan.unit_bytes, 1)))
     each = rest / slices + calibration.sync_s
     return turns + [Turn(each, head.read // slices / rate)] * slices
 
