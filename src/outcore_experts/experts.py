@@ -127,8 +127,9 @@ class Experts:
         self.pooled = tokens is not None and reads_experts(tokens, shapes)
         if self.pooled and tokens and passes > 1 and self._trunk:
             # These passes would read all other weights one by one; through the ring they share one reading.
-            each = [sum(t.read_bytes for t in s.unit.tensors) for s in self.switches]
-            saved = [n * (shape[0] - shape[2] - missing(*shape, tokens)) for n, shape in zip(each, shapes, strict=True)]
+            costs = [sum(t.read_bytes for t in s.unit.tensors) for s in self.switches]
+            pairs = zip(costs, shapes, strict=True)
+            saved = [n * (shape[0] - shape[2] - missing(*shape, tokens)) for n, shape in pairs]
             self.pooled = (passes - 1) * self._trunk <= sum(saved)
         if self.pooled and tokens and on_metal():
             self.pooled = all(same_kernel(tokens * used, experts, slots or experts) for experts, used, slots in shapes)
