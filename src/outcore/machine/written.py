@@ -14,7 +14,7 @@ from .cache_folder import make_cache
 FILE = "written.txt"
 
 # Bytes after which a process adds a line, besides at its end: no more are lost if it is killed.
-EACH = 256_000_000
+EACH = 32_000_000
 
 _pending: dict[str, int] = {}
 
