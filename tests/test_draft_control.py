@@ -139,8 +139,9 @@ def test_where_nothing_is_right_it_is_at_most_three_percent_slower(machine: str,
     assert 0.97 * seconds_for(now, Coin(now, chances)) <= fixed_seconds(alone, Coin(alone, chances), 0)
 
 
-@pytest.mark.parametrize("chances", [[0.4], [0.5, 0.9, 0.99]], ids=str)
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    ("machine", "chances"), list(zip(MACHINES, [[0.4], [0.5, 0.9, 0.99]] * 6, strict=True)), ids=str
+)
 def test_it_is_nearly_as_fast_as_the_best_length(machine: str, chances: list[float]) -> None:
     def coin() -> Coin:
         return Coin(Machine(*MACHINES[machine]), chances)
@@ -149,8 +150,7 @@ def test_it_is_nearly_as_fast_as_the_best_length(machine: str, chances: list[flo
     assert 0.9 * seconds_for(one.machine, one) <= best_seconds(coin)
 
 
-@pytest.mark.parametrize("follow", [0.02, 0.3])
-@pytest.mark.parametrize("machine", list(MACHINES)[::2])
+@pytest.mark.parametrize(("machine", "follow"), list(zip(list(MACHINES)[::2], [0.02, 0.3] * 3, strict=True)))
 def test_following_a_text_that_is_not_drafted_costs_nothing(machine: str, follow: float) -> None:
     alone = Machine(*MACHINES[machine])
     plain = fixed_seconds(alone, Coin(alone, [0.0]), 0)
@@ -159,7 +159,7 @@ def test_following_a_text_that_is_not_drafted_costs_nothing(machine: str, follow
     assert seconds_for(now, Follower(now, [0.0], follow=follow, prompt=50.0)) - 50.0 <= 1.03 * plain
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", list(MACHINES)[1::2])
 def test_following_is_a_part_of_what_a_draft_takes(machine: str) -> None:
     def follower() -> Follower:
         return Follower(Machine(*MACHINES[machine]), [0.5, 0.9], follow=0.05)
@@ -168,7 +168,7 @@ def test_following_is_a_part_of_what_a_draft_takes(machine: str) -> None:
     assert 0.9 * seconds_for(one.machine, one) <= best_seconds(follower)
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", list(MACHINES)[::2])
 def test_a_time_that_kernels_took_to_be_compiled_is_forgotten(machine: str) -> None:
     def took(compiling: float) -> float:
         now = Machine(*MACHINES[machine])

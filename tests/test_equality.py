@@ -29,14 +29,15 @@ HEAD_STAYS = {
 }
 
 
-EVERY_WAY = {"deepseek_v3", "gemma3_text", "llama", "qwen3_5_moe", "recurrent_gemma", "rwkv7"}
-"""Plain and bounded caches, latents, states, experts."""
+EVERY_WAY = {"deepseek_v3", "recurrent_gemma", "rwkv7"}
+"""Latents and experts, windows, states; ``contract`` has plain caches, and states beside them."""
 
 KINDS = {
     *EVERY_WAY, *IN_PART, *WHOLE, *HEAD_STAYS,
-    "afm7", "bailing_hybrid", "deepseek_v32", "exaone4", "falcon_h1", "gear", "gemma2", "gemma4", "gpt2", "gpt_oss",
-    "jamba", "kimi_linear", "lfm2", "llama4", "longcat_flash_ngram", "mamba2", "minicpm3", "minimax_m3_vl", "mixtral",
-    "nanbeige", "nemotron_h", "olmo_hybrid", "plamo2", "qwen3", "qwen3_5", "qwen3_next", "qwen3_vl_moe",
+    "afm7", "bailing_hybrid", "deepseek_v32", "exaone4", "falcon_h1", "gear", "gemma2", "gemma3_text", "gemma4", "gpt2",
+    "gpt_oss", "jamba", "kimi_linear", "lfm2", "llama", "llama4", "longcat_flash_ngram", "mamba2", "minicpm3",
+    "minimax_m3_vl", "mixtral", "nanbeige", "nemotron_h", "olmo_hybrid", "plamo2", "qwen3", "qwen3_5", "qwen3_5_moe",
+    "qwen3_next", "qwen3_vl_moe",
 }  # fmt: skip
 """Every set of caches, of kinds of layers and of where these lie: what holds them has no other cases."""
 

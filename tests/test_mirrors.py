@@ -497,12 +497,11 @@ def answer(folder: Path, *mirrors: Path, before: Callable[[Any, int], object] = 
         return tokens, session.notes, session.reading.mirrors.all if mirrors else ()
 
 
-@pytest.mark.parametrize("io", ["auto", "cached"])
-def test_answers_are_those_of_one_folder_and_of_mlx_lm(served: Path, tmp_path: Path, io: str) -> None:
+def test_answers_are_those_of_one_folder_and_of_mlx_lm(served: Path, tmp_path: Path) -> None:
     own = shutil.copytree(served, tmp_path / "own")
     first, second = copied(own, "first", "second")
-    expected, _, _ = answer(own, io=io)
-    tokens, notes, folders = answer(own, first, second, io=io)
+    expected, _, _ = answer(own)
+    tokens, notes, folders = answer(own, first, second)
     assert tokens == expected
     assert all(r.nbytes for r in folders) and not any("no longer" in n for n in notes)
     model, tokenizer, *_ = mlx_load(str(own))

@@ -99,8 +99,8 @@ def same_caches(ours: list[Any], theirs: list[Any]) -> bool:
 PROMPT = [3 + i % 50 for i in range(9)]
 
 
-MET = [*((name, "none") for name in TYPES), ("qwen3_5", "resident"), ("qwen3_5", "one"), ("gemma3_text", "resident")]
-"""Every type streamed; a hybrid one and one with windows in the other ways, too."""
+MET = [*((name, "none") for name in TYPES), ("qwen3_5", "resident")]
+"""Every type streamed; a hybrid one in memory, too."""
 
 
 @pytest.mark.parametrize(("name", "way", "draft"), [(*met, n % 2 == 1) for n, met in enumerate(MET)])
@@ -172,7 +172,7 @@ def test_a_prompt_that_fails_leaves_the_cache_as_it_was(name: str, way: str, fol
         assert after[0] == after[1] and same_caches(cache, before)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "falcon_h1"])
 def test_a_read_that_fails_leaves_the_cache_as_it_was(name: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = reader_module.read_chunk
     model = load(folders(name), "none", slots=2)

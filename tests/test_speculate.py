@@ -81,7 +81,7 @@ def test_any_cache_goes_back(model_type: str, in_blocks: bool, tmp_path: Path, m
             assert (session.metrics.accepted < session.metrics.drafted) == (wrong == 3)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "rwkv7", "recurrent_gemma"])
+@pytest.mark.parametrize("model_type", ["rwkv7", "recurrent_gemma"])
 def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
