@@ -10,7 +10,7 @@ token. Texts are compared with those of the model when all of it is in memory (`
 the model before it was padded, which is faster). The disk is held to a rate by the kernel
 (``slow_disk``; needs root). As every pass without a draft takes the same time, ``none`` writes ``--plain`` tokens only.
 Rows go to the JSON file one by one, in place of earlier ones of the same name, so that a table can be made in pieces;
-without ``--drafts`` the table of that file is printed.
+without ``--drafts`` the table of that file is printed. ``auto`` finds a drafter in PADDED/drafter.
 """
 
 from __future__ import annotations
