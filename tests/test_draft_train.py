@@ -26,6 +26,7 @@ from outcore_drafters.config import kind_of, open_drafter
 from outcore_drafters.drafter import DraftedModel
 from outcore_drafters.train import collect, drafter_files, network, products, training
 from outcore_drafters.train.network import Network, Shape, accepted
+from outcore_drafters.train.work_folder import WorkFolder
 from stand_ins import TokensOnly
 
 SHAPE = Shape(hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=32, vocabulary=40, tapped=(0, 1, 2))
@@ -238,11 +239,43 @@ def test_an_interrupted_training_goes_on_and_other_settings_are_refused(
     assert (tmp_path / "out" / "config.json").exists()
 
 
+def test_a_training_keeps_other_files_and_other_processes_out(
+    model: Path, small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = tmp_path / "out" / "training"
+    (work / "states").mkdir(parents=True)
+    (work / "precious").touch()
+    (work / "states" / "states-00000.safetensors").write_bytes(bytes(4))  # not whole: made again
+    other = WorkFolder(work)
+    other.begin({})
+    (work / "settings.json").unlink()
+    assert main([*small, "--model", str(model)]) == 2
+    assert "another process trains there" in capsys.readouterr().err
+    other.close()
+    assert main([*small, "--model", str(model)]) == 0
+    assert [p.name for p in work.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x89PNG\0"])
+def test_files_without_text_are_refused(
+    content: bytes, model: Path, small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "noise").write_bytes(content)
+    assert main([*small, "--model", str(model), "--input", str(tmp_path / "noise")]) == 2
+    assert "no text (UTF-8) in it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
         (["--disk", "10kB"], "give at least"),
-        (["--share", "0.0001"], "the smallest drafter for this model takes"),
+        (["--disk", "no"], "--disk no"),
+        (["--share", "0.0001"], "--share 0.0001: give at least"),
+        (["--share", "nan"], "--share nan"),
+        (["--minutes", "0"], "--minutes 0"),
+        (["--max-tokens", "1"], "--max-tokens 1"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--temp", "nan"], "--temp nan"),
         (["--input", "nowhere"], "no such file or folder"),
         (["--memory", "1MB"], "too small for this model"),
     ],
@@ -252,6 +285,7 @@ def test_what_cannot_be_trained_is_refused(
 ) -> None:
     assert main([*small, "--model", str(model), *words]) in (1, 2)
     assert said in capsys.readouterr().err
+    assert not Path(small[small.index("--output") + 1]).exists()
 
 
 def test_only_parameters_of_the_published_form_are_saved(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import shutil
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +18,32 @@ import outcore
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.find_model import name_of, resolve_model
 from outcore.checkpoint.tokenizer import load_tokenizer
-from outcore.checks import parse_size
+from outcore.checks import parse_size, real, whole
 from outcore.cli.engine import ProgressBar
 from outcore.cli.flags import loading_options
 from outcore.cli.output import tell
 from outcore.decode.sampling import make_sampler
-from outcore.errors import BudgetError, UnsupportedModelError, UsageError
+from outcore.errors import BudgetError, StoreSpaceError, UnsupportedModelError, UsageError
 from outcore.machine.device import on_cpu
 from outcore.plan.joint_plan import NONE
 from outcore.sizes import format_size
 from outcore.text import printable
 
+from .config import config_of, is_drafter
 from .train import collect, drafter_files, texts
 from .train.network import PIECE, Network, Shape
 from .train.products import fast_quantized
 from .train.training import DEPTH, Progress, Trainer
+from .train.work_folder import WorkFolder
 
 # Tokens of a piece of text that the model continues.
 PROMPT = 128
 
 # Bits of a drafter's weight when it drafts: 4, and scales and biases of groups of 64.
 BITS = 4.5
+
+# A disk with less room than this is full.
+LEAST_ROOM = 1 << 20
 
 # Texts in a training step, at most: on a GPU, and on a CPU, whose steps are slow.
 ROWS, CPU_ROWS = 32, 4
@@ -48,16 +54,42 @@ TOGETHER = (64, 32, 16, 8, 4, 2, 1)
 
 
 def run(args: argparse.Namespace) -> None:
-    folder, out = resolve_model(args.model, args.revision), Path(args.output)
+    check_arguments(args)
+    out = Path(args.output)
     if (out / "config.json").exists():
+        if not is_drafter(config_of(out)):
+            raise UsageError(f"--output {printable(str(out))}: holds a model; give a new folder")
         tell(f"{printable(str(out))}: a drafter is already there; give a new folder to train another")
         return
     files = texts.text_files(args.input)
-    work = out / "training"
-    work.mkdir(parents=True, exist_ok=True)
+    folder, work = resolve_model(args.model, args.revision), WorkFolder(out / "training")
     job = Job(args, folder, work, files)
-    with ProgressBar() as bar:
-        progress = job.run(bar)
+    try:
+        with ProgressBar() as bar:
+            progress = job.run(bar)
+        _save(args, job, progress, folder, out)
+        work.remove()
+    except (OSError, RuntimeError) as error:
+        # MLX reports a full disk as a RuntimeError.
+        if work.free_bytes < LEAST_ROOM:
+            said = f"{printable(str(out))}: the disk is full; free some, and give the same command again"
+            raise StoreSpaceError(said) from error
+        raise
+    finally:
+        work.close()
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises ``UsageError`` for numbers that mean nothing, before anything is loaded."""
+    real("--minutes", args.minutes, 1e-3, 1e6)
+    real("--share", args.share, 0.0, 1.0)
+    real("--temp", args.temp or 0.0, 0.0)
+    whole("--max-tokens", args.max_tokens, 2)
+    whole("--seed", args.seed or 0, 0, 2**32 - 1)
+    parse_size(args.disk, flag="--disk")
+
+
+def _save(args: argparse.Namespace, job: Job, progress: Progress, folder: Path, out: Path) -> None:
     shape = job.shape
     facts = {
         "form": "EAGLE-3, one layer",
@@ -67,10 +99,9 @@ def run(args: argparse.Namespace) -> None:
         "steps": progress.steps,
         "written while training": format_size(job.written),
     }
-    config = drafter_files.config_of(shape, job.model_type, job.layers, job.positions, DEPTH)
+    made = drafter_files.config_of(shape, job.model_type, job.layers, job.positions, DEPTH)
     named = [str(path) for path in args.input]
-    drafter_files.save(out, job.net, config, drafter_files.card(name_of(folder), named, facts))
-    shutil.rmtree(work)
+    drafter_files.save(out, job.net, made, drafter_files.card(name_of(folder), named, facts))
     print(f"{printable(str(out))}: {progress.best:.2f} tokens a pass on held-out texts; use it with --draft {out}")
     args.result.record = {"folder": str(out), "bytes": job.written, "history": progress.history, **facts}
 
@@ -82,7 +113,7 @@ class Job:
         work: the folder of what a resumed training needs.
     """
 
-    def __init__(self, args: argparse.Namespace, folder: Path, work: Path, files: list[Path]) -> None:
+    def __init__(self, args: argparse.Namespace, folder: Path, work: WorkFolder, files: list[Path]) -> None:
         self._args, self._folder, self._work, self._files = args, folder, work, files
         self._seed = 0 if args.seed is None else args.seed
         self.written = 0
@@ -110,7 +141,7 @@ class Job:
 
         trainer = Trainer(
             self.net, self._table, self._head, self.shards, prompt=PROMPT, ends=self._ends, rows=rows,
-            seconds=args.minutes * 60, folder=self._work, seed=self._seed, report=report,
+            seconds=args.minutes * 60, folder=self._work.path, seed=self._seed, report=report,
             step_done=lambda p: bar.count("training", round(p.seconds), round(args.minutes * 60), f"loss {p.loss:.2f}"),
         )  # fmt: skip
         progress = trainer.run()
@@ -144,7 +175,9 @@ class Job:
         self._norm = mx.array(inner.norm.weight).astype(mx.float32)
         mx.eval(self._table, self._head, self._norm)
         if self._table.ndim != 2 or self._head.shape != self._table.shape:
-            raise BudgetError("--memory: training needs the model's embeddings and output head in memory; give more")
+            raise BudgetError(
+                "the model's embeddings or output head are not in memory; give more --memory, no --resident"
+            )
         vocabulary, hidden = self._table.shape
         head_dim = 64 if hidden < 1024 else 128
         heads = max(1, hidden // head_dim)
@@ -158,7 +191,7 @@ class Job:
         room = (wanted - self.shape.parameters) / (3 * hidden) + 64
         if room < 64:
             least = self.shape.parameters * BITS / 8 / open_checkpoint(self._folder).nbytes
-            raise UsageError(f"--share {self._args.share}: the smallest drafter for this model takes {least:.3f}")
+            raise UsageError(f"--share {self._args.share}: give at least {math.ceil(least * 1000) / 1000}")
         self.shape = dataclasses.replace(self.shape, intermediate=min(int(room) // 64 * 64, 8 * hidden))
         self._ends = sorted({e for e in _ends(self._folder) if e is not None})
 
@@ -167,32 +200,31 @@ class Job:
         args, shape = self._args, self.shape
         row = (PROMPT + args.max_tokens) * (3 * shape.hidden * 2 + 4 + 6 * collect.LIKELY)
         saved = shape.parameters * 4 * 5  # weights twice, for the best and the last, and the optimizer's two averages
-        limit = parse_size(args.disk) - 2 * saved
-        there = sum(file.stat().st_size for file in self._work.rglob("*") if file.is_file())
-        free = shutil.disk_usage(self._work).free + there
-        if limit > free:
-            raise UsageError(f"--disk {args.disk}: {format_size(free)} are free there")
-        file, known = self._work / "settings.json", None
-        if file.exists():
-            known = json.loads(file.read_text(encoding="utf-8"))
-        # A file's texts are those of a pass, so that no more states than its own are in memory.
+        limit, room = parse_size(args.disk, flag="--disk") - 2 * saved, self._work.free_bytes + self._work.own_bytes
+        if limit > room:
+            raise UsageError(f"--disk {args.disk}: {format_size(room)} are free there")
+        known = self._work.settings
         if known and known["texts"] > self._together:
             raise BudgetError(f"--memory: this training was begun with room for {known['texts']} texts at once")
+        # A file's texts are those of a pass, so that no more states than its own are in memory.
         self.texts = known["texts"] if known else max(1, min(self._together, limit // row // 2))
-        count = limit // (row * self.texts)
+        count = known["count"] if known else limit // (row * self.texts)
         if count < 2:
             raise UsageError(f"--disk {args.disk}: give at least {format_size(2 * row * self.texts + 2 * saved)}")
-        self.shards = collect.Shards(self._work / "states", int(count))
-        used = {
-            "model": str(self._folder), "share": args.share, "tokens": args.max_tokens, "temp": args.temp,
-            "seed": self._seed, "count": self.shards.count, "texts": self.texts,
+        self.shards = collect.Shards(self._work.states, int(count))
+        self._used = {
+            "model": str(self._folder), "share": args.share, "tokens": args.max_tokens, "temp": args.temp or 0.0,
+            "seed": self._seed, "texts": self.texts, "disk": args.disk,
             "input": hashlib.sha256("\n".join(f"{f}:{f.stat().st_size}" for f in self._files).encode()).hexdigest(),
         }  # fmt: skip
-        if known not in (None, used):
-            raise UsageError(f"{printable(str(self._work))}: begun with other settings; give another --output")
-        file.write_text(json.dumps(used), encoding="utf-8")
-        count = self.shards.count * self.texts
-        tell(f"the drafter {self._price()}; {count} texts, {format_size(count * row)} on disk")
+        if known is not None and known != self._used | {"count": known["count"]}:
+            raise UsageError(f"{printable(str(self._work.path))}: begun with other settings; give another --output")
+        self._work.begin(self._used | {"count": self.shards.count})
+        most = self.shards.count * self.texts
+        tell(
+            f"the drafter {self._price()}; states are collected for at most {args.minutes:g} min, of at most {most} "
+            f"texts, {format_size(most * row)}; then it is trained for as long"
+        )
 
     def _price(self) -> str:
         """Returns what the drafter takes, and from how many tokens a pass its bytes are better spent so than on the
@@ -212,17 +244,21 @@ class Job:
     def _collect(self, model: Any, bar: ProgressBar) -> None:
         if not (missing := self.shards.missing):
             return
-        args = self._args
+        args, most_s, began = self._args, round(self._args.minutes * 60), time.monotonic()
         tokenizer: Any = load_tokenizer(self._folder)
         tokenizer = getattr(tokenizer, "_tokenizer", tokenizer)
-        found = texts.pieces(tokenizer, self._files, self.shards.count * self.texts, PROMPT, self._seed)
         draw = make_sampler(temp=args.temp or 0.0)
         layers = getattr(model, "language_model", model).model.layers
         resident = not model.outcore.plan.streams
         for n in missing:
-            bar.count("hidden states of texts", n * self.texts, self.shards.count * self.texts)
+            passed = time.monotonic() - began
+            if passed > most_s and n >= 2:
+                self.shards.count = n
+                self._work.begin(self._used | {"count": n})
+                break
+            bar.count(f"hidden states, {n * self.texts} texts", min(round(passed), most_s), most_s)
             mx.random.seed(self._seed * 1_000_003 + n)
-            prompts = found[n * self.texts : (n + 1) * self.texts]
+            prompts = texts.pieces(tokenizer, self._files, self.texts, PROMPT, [self._seed, n])
             with fast_quantized(evaluated=resident):
                 made = collect.continue_texts(model, layers, self.shape.tapped, prompts, args.max_tokens, draw)
             self.shards.save(n, made)

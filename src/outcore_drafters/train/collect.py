@@ -118,6 +118,13 @@ class Shards:
 
     @property
     def missing(self) -> list[int]:
+        """The files that are not there, or not whole; the latter are removed."""
+        for n in range(self.count):
+            try:
+                if self.path(n).exists():
+                    self.load(n)  # reads the header, which says where the file ends
+            except (RuntimeError, ValueError):
+                self.path(n).unlink()
         return [n for n in range(self.count) if not self.path(n).exists()]
 
     @property

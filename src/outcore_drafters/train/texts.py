@@ -26,6 +26,8 @@ def text_files(paths: Iterable[Path]) -> list[Path]:
         if path.is_dir():
             found += sorted(file for file in path.rglob("*") if file.is_file() and _is_text(file))
         elif path.is_file():
+            if not _is_text(path):
+                raise UsageError(f"--input {printable(str(path))}: no text (UTF-8) in it")
             found.append(path)
         else:
             raise UsageError(f"--input {printable(str(path))}: no such file or folder")
@@ -44,7 +46,7 @@ def _is_text(file: Path) -> bool:
     return bool(start) and b"\0" not in start
 
 
-def pieces(tokenizer: Any, files: Sequence[Path], count: int, tokens: int, seed: int) -> np.ndarray[Any, Any]:
+def pieces(tokenizer: Any, files: Sequence[Path], count: int, tokens: int, seed: Sequence[int]) -> np.ndarray[Any, Any]:
     """Returns int32 (count, tokens): pieces that begin at random places of the texts, long texts more often.
 
     Only what is drawn is read and tokenized. A place where too little text follows gives none; others are drawn.

@@ -202,7 +202,10 @@ class Trainer:
         file = self._folder / f"{name}.safetensors"
         if not file.exists():
             return None
-        loaded: Any = mx.load(str(file), return_metadata=True)
+        try:
+            loaded: Any = mx.load(str(file), return_metadata=True)
+        except RuntimeError:
+            return None  # not whole: something else has written there
         arrays, meta = loaded
         net = {key.removeprefix("net."): a for key, a in arrays.items() if key.startswith("net.")}
         self.net.load_weights(list(net.items()))
