@@ -197,8 +197,21 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text(" ".join(f"w{n % 50}" for n in range(400)))
     (tmp_path / "text" / "image.png").write_bytes(b"\x89PNG\0\0")
-    words = ["--input", str(tmp_path / "text"), "--output", str(tmp_path / "out"), "--max-tokens", "4", "--disk", "6MB"]
-    return ["draft", "train", *words, "--memory", "1GB", "--minutes", "0.02", "--share", "0.9", "--quiet"]
+    words = ["--input", str(tmp_path / "text"), "--output", str(tmp_path / "out"), "--max-tokens", "4"]
+    return [
+        "draft",
+        "train",
+        *words,
+        "--disk",
+        "12MB",
+        "--memory",
+        "1GB",
+        "--minutes",
+        "0.02",
+        "--share",
+        "0.9",
+        "--quiet",
+    ]
 
 
 def test_the_command_trains_a_drafter_that_drafts(

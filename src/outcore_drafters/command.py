@@ -42,6 +42,9 @@ PROMPT = 128
 # Bits of a drafter's weight when it drafts: 4, and scales and biases of groups of 64.
 BITS = 4.5
 
+# Evaluations of a training at most, after each of which weights are saved.
+SAVES = 20
+
 # A disk with less room than this is full.
 LEAST_ROOM = 1 << 20
 
@@ -142,6 +145,7 @@ class Job:
         trainer = Trainer(
             self.net, self._table, self._head, self.shards, prompt=PROMPT, ends=self._ends, rows=rows,
             seconds=args.minutes * 60, folder=self._work.path, seed=self._seed, report=report,
+            every=args.minutes * 60 / self._saves,
             step_done=lambda p: bar.count("training", round(p.seconds), round(args.minutes * 60), f"loss {p.loss:.2f}"),
         )  # fmt: skip
         progress = trainer.run()
@@ -200,17 +204,19 @@ class Job:
         args, shape = self._args, self.shape
         row = (PROMPT + args.max_tokens) * (3 * shape.hidden * 2 + 4 + 6 * collect.LIKELY)
         saved = shape.parameters * 4 * 5  # weights twice, for the best and the last, and the optimizer's two averages
-        limit, room = parse_size(args.disk, flag="--disk") - 2 * saved, self._work.free_bytes + self._work.own_bytes
-        if limit > room:
+        disk, room = parse_size(args.disk, flag="--disk"), self._work.free_bytes + self._work.own_bytes
+        if disk > room:
             raise UsageError(f"--disk {args.disk}: {format_size(room)} are free there")
+        # Half of what may be written is for states, half for weights.
+        limit, self._saves = disk // 2, min(SAVES, disk // 2 // saved)
         known = self._work.settings
         if known and known["texts"] > self._together:
             raise BudgetError(f"--memory: this training was begun with room for {known['texts']} texts at once")
         # A file's texts are those of a pass, so that no more states than its own are in memory.
         self.texts = known["texts"] if known else max(1, min(self._together, limit // row // 2))
         count = known["count"] if known else limit // (row * self.texts)
-        if count < 2:
-            raise UsageError(f"--disk {args.disk}: give at least {format_size(2 * row * self.texts + 2 * saved)}")
+        if count < 2 or self._saves < 2:
+            raise UsageError(f"--disk {args.disk}: give at least {format_size(4 * max(row * self.texts, saved))}")
         self.shards = collect.Shards(self._work.states, int(count))
         self._used = {
             "model": str(self._folder), "share": args.share, "tokens": args.max_tokens, "temp": args.temp or 0.0,

@@ -14,7 +14,7 @@ DRAFT: list[str | Flag] = [
         type=Path, nargs="+", required=True, help="Text to learn from: files, or folders whose text files are read."
     ),
     FLAGS["output"].but(type=Path, required=True, help="Folder of the drafter; also holds what a resumed run needs."),
-    flag("--disk", "Most bytes that this training keeps on disk at once.", "20GB", metavar="SIZE"),
+    flag("--disk", "Most bytes that this training writes to disk.", "20GB", metavar="SIZE"),
     flag("--minutes", "Longest time of collecting states, and of training after it.", 60.0, metavar="N"),
     flag("--share", "Size of the drafter in 4 bits, as a share of the model's bytes.", 0.05, metavar="X"),
     FLAGS["max-tokens"].but(default=64, help="Tokens of each continuation."),

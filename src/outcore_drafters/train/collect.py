@@ -16,6 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from outcore.machine.written import wrote
 from outcore.modules.hooks import arrays_in, handle, handles
 
 from ..tap import Tapped
@@ -134,6 +135,7 @@ class Shards:
     def save(self, n: int, made: dict[str, mx.array]) -> None:
         partial = self.folder / "partial.safetensors"
         mx.save_safetensors(str(partial), made)
+        wrote("training", partial.stat().st_size)
         partial.replace(self.path(n))
 
     def load(self, n: int) -> dict[str, mx.array]:

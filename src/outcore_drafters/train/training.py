@@ -17,6 +17,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from outcore.machine.device import on_cpu
+from outcore.machine.written import wrote
 
 from .collect import Shards
 from .network import Network, accepted, loss
@@ -196,6 +197,7 @@ class Trainer:
         partial_file = self._folder / f"{name}.partial.safetensors"
         mx.save_safetensors(str(partial_file), {key: a for key, a in arrays.items() if isinstance(a, mx.array)}, meta)
         self.written += partial_file.stat().st_size
+        wrote("training", partial_file.stat().st_size)
         partial_file.replace(self._folder / f"{name}.safetensors")
 
     def _load(self, name: str) -> dict[str, str] | None:
