@@ -24,6 +24,7 @@ TARGET = Path(__file__).resolve().parent.parent / "demo-model" / "outcore_demo_m
 
 source = Path(sys.argv[1])
 module = (TARGET / "__init__.py").read_text()
+card = (TARGET / "drafter" / "README.md").read_text()
 shutil.rmtree(TARGET)
 convert(str(source / "py-qwen35-28m"), str(TARGET), quantize=True, q_bits=4, q_group_size=64, dtype="float32")
 for name in ("model.safetensors.index.json", ".gitattributes"):
@@ -44,6 +45,6 @@ target.mkdir()
 net.save_weights(str(target / "model.safetensors"))
 config["quantization"] = {"group_size": 64, "bits": 4}
 (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-shutil.copy(source / "README.md", target)
+(target / "README.md").write_text(card)
 for folder in (TARGET, target):
     print(sum(f.stat().st_size for f in folder.iterdir()), "bytes in", folder)

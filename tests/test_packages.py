@@ -37,7 +37,8 @@ def test_the_demo_models_package_is_what_outcore_looks_for(demo_model: Path) -> 
     assert ours["project"]["optional-dependencies"]["demo"] == [theirs["project"]["name"]]
     patterns = theirs["tool"]["setuptools"]["package-data"][DEMO_PACKAGE]
     inside = {f for pattern in patterns for f in (DEMO / DEMO_PACKAGE).glob(pattern)}
-    assert {f.name for f in inside} == {f.name for f in demo_model.iterdir()} - {"__init__.py", "__pycache__"}
+    files = {f for f in demo_model.rglob("*") if f.is_file() and f.parent.name != "__pycache__"}
+    assert inside == files - {demo_model / "__init__.py"}
     with opened_demo_model() as folder:
         assert folder == demo_model and (folder / "model.safetensors").is_file()
 

@@ -34,7 +34,7 @@ from outcore_drafts.draft_model import draft_folder
 from outcore_drafts.mtp.head import text_model, trunk
 from outcore_drafts.mtp.hidden_states import WINDOW, HiddenStates
 
-from .config import check_target, config_of, is_drafter, kind_of, open_drafter, sketched
+from .config import ComputeDtype, check_target, config_of, is_drafter, kind_of, open_drafter, sketched
 from .drafter import BlockDrafter, DraftedModel
 from .proposer import DRAFTER, STEP, BlockProposer
 from .published import PUBLISHED, keep, seen_chance, seen_file
@@ -129,7 +129,7 @@ def opened(folder: Path, profile: ModelProfile, opening: Opening, *, planned: bo
     kind = kind_of(folder, config)
     check_target(folder, kind, config, model, opening.folder)
     open_it = sketched if planned and not any(folder.glob("*.safetensors")) else open_drafter
-    return open_it(folder, config, kind, model, opening.options.draft_bits, profile.cast.target)
+    return open_it(folder, config, kind, model, opening.options.draft_bits, computed(profile))
 
 
 def target_of(profile: ModelProfile) -> DraftedModel:
@@ -150,11 +150,25 @@ def target_of(profile: ModelProfile) -> DraftedModel:
         ) from e
 
 
+def computed(profile: ModelProfile) -> ComputeDtype:
+    """Returns the dtype that a drafter's arrays are cast to: float32 for a model that computes in it, since MLX's CPU
+    kernels take 9 times as long for quantized weights in bfloat16."""
+
+    def target(path: str, dtype: mx.Dtype) -> mx.Dtype | None:
+        return profile.cast.target(path, dtype) or (mx.float32 if state_dtype(profile) == mx.float32 else None)
+
+    return target
+
+
+def state_dtype(profile: ModelProfile) -> mx.Dtype:
+    """Returns the dtype of the states that a drafter reads."""
+    own = trunk(text_model(profile.lazy.model)).norm.weight.dtype
+    return profile.cast.target("model.norm.weight", own) or own
+
+
 def state_bytes(profile: ModelProfile) -> int:
     """Returns bytes of one token's state of one layer."""
-    weight = trunk(text_model(profile.lazy.model)).norm.weight
-    dtype = profile.cast.target("model.norm.weight", weight.dtype) or weight.dtype
-    return int(weight.size * dtype.size)
+    return int(trunk(text_model(profile.lazy.model)).norm.weight.size * state_dtype(profile).size)
 
 
 class SharedParts:
