@@ -254,6 +254,8 @@ class MirroredReader:
                 self._lose(n, str(part.error))
             if self._ask(whole, extent, target, tried):
                 return
+            if part.cancelled and (why := self._replicas.all[n].lost):
+                part.error = ReadError(why)  # it was cancelled for this
         _pass_on(whole, part)
 
     def _elsewhere(self, file: Path, n: int) -> bool:
