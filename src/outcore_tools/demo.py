@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     out.print(
         f"Streamed, a token took {slower:.2f} times as long; {waited:.0f} % of the time went into waiting for the "
         f"disk, which delivered {streamed['read_gbps']:.2f} GB/s. With the drafter, each pass over the weights gave "
-        f"{drafted['tokens_a_pass']:.2f} tokens: that pays where the disk is the limit."
+        f"{drafted['tokens_a_pass']:.2f} tokens; as many guesses are made as pay, so few where computing is the limit."
     )
     runs = {"streamed": streamed, "drafted": drafted, "resident": resident}
     args.result.record = {"same_tokens": same, "weight_bytes": weights, **runs}
