@@ -132,7 +132,7 @@ def point(job: BenchJob, name: str) -> Point:
 
 def jobs_of(folder: Path, dtype: str | None, args: argparse.Namespace) -> list[BenchJob]:
     """One for each budget."""
-    run = RunSettings(tokens=args.tokens, prompt_tokens=args.prompt_tokens, repeats=args.repeats, dtype=dtype)
+    run = RunSettings(max_tokens=args.tokens, prompt_tokens=args.prompt_tokens, repeats=args.repeats, dtype=dtype)
     job = BenchJob("outcore", str(folder), "", run, run.context, 128, io=args.io)
     try:
         prepared = prepare(folder, **(options(job) | {"memory": "1MB"}))

@@ -211,7 +211,7 @@ def test_group_kills_what_passes_its_limit_and_is_removed(tmp_path: Path) -> Non
 
 def test_packed_copies_are_measured_too(tmp_path: Path) -> None:
     folder = save_checkpoint("llama", tmp_path / "model")
-    run = RunSettings(tokens=2, prompt_tokens=8, repeats=1, warmup=0)
+    run = RunSettings(max_tokens=2, prompt_tokens=8, repeats=1)
     asked = BenchSettings(modes=("outcore",), resident=("0",), run=run)
     original, packed = (
         measure(make_jobs(asked, str(f), 4, fits=False)[0])

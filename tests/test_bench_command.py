@@ -34,7 +34,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def job(folder: Path, mode: str, **changes: Any) -> BenchJob:
     own = {name: changes.pop(name) for name in list(changes) if name in RunSettings.__dataclass_fields__}
-    run = RunSettings(**{"tokens": 3, "prompt_tokens": 5, "repeats": 2} | own)
+    run = RunSettings(**{"max_tokens": 3, "prompt_tokens": 5, "repeats": 2} | own)
     return replace(BenchJob(mode, str(folder), mode, run, 16, 128), **changes)
 
 
@@ -50,9 +50,8 @@ def job(folder: Path, mode: str, **changes: Any) -> BenchJob:
         (["--resident", "150%"], "--resident 150%: a share is between 0% and 100%"),
         (["--resident", "5"], "--resident 5: this model has 4 layers"),
         (["--resident", "half"], "--resident half: give numbers of layers or shares, such as 0,25%,50%"),
-        (["--tokens", "0"], "--tokens 0: must be at least 1"),
+        (["--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
         (["--slots", "1"], "--slots 1: must be at least 2"),
-        (["--threads", "0"], "--threads 0: must be at least 1"),
         (["--batch", "1,0"], "--batch 0: must be at least 1"),
         (["--batch", "two"], "--batch two: give whole numbers, separated by commas"),
         (["--output", "nowhere/out.json"], "--output nowhere/out.json: no such folder"),
@@ -183,8 +182,8 @@ def test_speeds_come_from_the_times_between_tokens(tiny: Path, other_mode: Any) 
 
 def test_a_batch_counts_the_tokens_of_all_its_sequences(tiny: Path, other_mode: Any) -> None:
     clock = Ticks()
-    other_mode(scripted(clock, [2.0, 0.5, 0.5, 0.5]))
-    row = measure.measure(job(tiny, "other", batch=4, warmup=0, repeats=1), clock)
+    other_mode(scripted(clock, [9.0, 9.0, 2.0, 0.5, 0.5, 0.5]))
+    row = measure.measure(job(tiny, "other", batch=4, repeats=1), clock)
     assert row.speed.decode_tps is not None and row.speed.prompt_tps is not None
     assert row.speed.decode_tps.median == pytest.approx(4 / 0.5) and row.speed.prompt_tps.median == pytest.approx(
         20 / 2
@@ -194,8 +193,8 @@ def test_a_batch_counts_the_tokens_of_all_its_sequences(tiny: Path, other_mode: 
 
 def test_a_loop_may_give_several_tokens_at_a_step(tiny: Path, other_mode: Any) -> None:
     clock = Ticks()
-    other_mode(scripted(clock, [1.0, 0.5], at_once=2))
-    row = measure.measure(job(tiny, "other", warmup=0, repeats=1), clock)
+    other_mode(scripted(clock, [9.0, 1.0, 0.5], at_once=2))
+    row = measure.measure(job(tiny, "other", repeats=1), clock)
     assert row.speed.decode_tps is not None and row.speed.decode_tps.median == pytest.approx(4)
     assert row.tokens == [7, 7, 8, 8]
 
@@ -217,7 +216,7 @@ def test_modes_give_mlx_lms_tokens_and_count_what_they_read(tiny: Path) -> None:
 
 
 def test_a_streamed_batch_gives_mlx_lms_tokens_from_one_pass_a_step(tiny: Path) -> None:
-    options: dict[str, Any] = {"batch": 3, "repeats": 1, "warmup": 0, "context": 512}
+    options: dict[str, Any] = {"batch": 3, "repeats": 1, "context": 512}
     theirs = measure.measure(job(tiny, "mlx-lm", **options))
     ours = measure.measure(job(tiny, "outcore", resident=0, **options))
     assert ours.tokens == theirs.tokens
@@ -227,9 +226,9 @@ def test_a_streamed_batch_gives_mlx_lms_tokens_from_one_pass_a_step(tiny: Path) 
 def test_cached_files_are_dropped_before_every_token(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[set[str]] = []
     monkeypatch.setattr(measure, "drop_page_cache", lambda files: dropped.append({f.name for f in files}))
-    options: dict[str, Any] = {"resident": 0, "io": "cached", "repeats": 1, "warmup": 0}
+    options: dict[str, Any] = {"resident": 0, "io": "cached", "repeats": 1}
     cold = measure.measure(job(tiny, "outcore", **options))
-    assert (cold.setting.io, cold.setting.cache, dropped) == ("cached", "cold", [{"model.safetensors"}] * 4)
+    assert (cold.setting.io, cold.setting.cache, dropped) == ("cached", "cold", [{"model.safetensors"}] * 6)
 
 
 # What the system counts
@@ -364,7 +363,7 @@ def test_command_prints_a_table_and_ends_with_the_document(
     monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(run=child))
     monkeypatch.setattr(jobs.psutil, "cpu_percent", lambda interval: 0.0)
     out = tmp_path / "result.json"
-    flags = "--modes outcore --resident 0 --tokens 2 --prompt-tokens 4 --repeats 2 --warmup 0 --json"
+    flags = "--modes outcore --resident 0 --max-tokens 2 --prompt-tokens 4 --repeats 2 --json"
     assert main(["bench", str(tiny), *flags.split(), "--output", str(out)]) == 0
     assert asked == ["row", "disk", "row", "disk"]
     printed = capsys.readouterr()

@@ -48,7 +48,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
     ("prompt", "flags"),
     [
         (PROMPT, []),
-        ("-", ["--eos-token", "<|im_end|>"]),
+        ("-", []),
         (PROMPT, ["--kv-bits", "4", "--kv-group-size", "32", "--quantized-kv-start", "8"]),
         (PROMPT, ["--max-kv-size", "16"]),
     ],

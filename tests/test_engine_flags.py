@@ -136,7 +136,7 @@ def test_a_flag_about_this_machine_is_refused_where_another_is_planned_for(
     assert status == 2 and err.count("\n") == 1 and f"{name} is about this machine, --device" in err
 
 
-RUN_FLAGS = {"dtype": "float32", "cpu_streams": 1, "slots": 2, "threads": 3, "io": "cached"}
+RUN_FLAGS = {"dtype": "float32", "cpu_streams": 1, "slots": 2, "io": "cached"}
 
 
 def test_the_flags_of_a_measured_run_reach_its_model(monkeypatch: pytest.MonkeyPatch, demo_model: Path) -> None:
@@ -160,7 +160,7 @@ def test_the_flags_of_a_measured_run_reach_its_model(monkeypatch: pytest.MonkeyP
         assert {n: calls[-1][n] for n in (*RUN_FLAGS, name)} == RUN_FLAGS | {name: value}
     each = {name: RUN_FLAGS[name] for name in ("dtype", "cpu_streams")}
     run = each_run(parser_of("matrix").parse_args(["m", *_flags(**each)]))
-    grid = Grid((7_000_000,), ("cached",), slots=(2,), threads=(3,))
+    grid = Grid((7_000_000,), ("cached",), slots=(2,))
     (job,) = jobs_of(grid, 8_000_000, BenchJob("outcore", "m", "", run, 64, 128))
     with pytest.raises(Asked):
         modes._open_outcore(job)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 import zoo
 from outcore.cli.main import main
@@ -35,6 +36,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return zoo.save_checkpoint("llama", base / "llama"), zoo.save_checkpoint("qwen3_5", base / "qwen")
 
 
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+
+
 def listed(capsys: Any, *args: str) -> dict[str, dict[str, Any]]:
     capsys.readouterr()
     assert main(["list", "--json", *args]) == 0
@@ -48,7 +54,7 @@ def test_each_model_is_reported_with_what_it_would_need(
     for name, source in zip(("own/llama", "other/qwen"), sources, strict=True):
         fetched(tmp_path, name, source)
     (tmp_path / "datasets--own--d" / "snapshots").mkdir(parents=True)
-    found = listed(capsys, "--cache-dir", str(tmp_path), "--context", "64")
+    found = listed(capsys, "--context", "64")
     assert list(found) == ["other/qwen", "own/llama"]
     for name, source in zip(("own/llama", "other/qwen"), sources, strict=True):
         known = prepare(source, memory="1GB", context=64)
@@ -63,16 +69,16 @@ def test_each_model_is_reported_with_what_it_would_need(
         (row["smallest_budget_bytes"], "streams"),
         (row["smallest_budget_bytes"] - 1, "does not fit"),
     ):
-        again = listed(capsys, "--cache-dir", str(tmp_path), "--context", "64", "--memory", f"{budget}B")
+        again = listed(capsys, "--context", "64", "--memory", f"{budget}B")
         assert again["own/llama"]["here"] == here
-    assert main(["list", "--cache-dir", str(tmp_path), "--context", "64"]) == 0
+    assert main(["list", "--context", "64"]) == 0
     assert "all resident" in capsys.readouterr().out
 
 
 def test_the_main_branch_is_what_a_name_stands_for(sources: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
     folder = fetched(tmp_path, "own/m", sources[0])
     fetched(tmp_path, "own/m", sources[1], "old", "b" * 40)
-    assert listed(capsys, "--cache-dir", str(tmp_path))["own/m"]["folder"] == str(folder)
+    assert listed(capsys)["own/m"]["folder"] == str(folder)
 
 
 def test_what_cannot_be_opened_is_reported_with_a_reason_and_the_others_are_reported(
@@ -93,7 +99,7 @@ def test_what_cannot_be_opened_is_reported_with_a_reason_and_the_others_are_repo
     for file in fetched(tmp_path, "own/bare", good).glob("*.safetensors"):
         file.unlink()
     (tmp_path / "models--own--empty").mkdir()
-    found = listed(capsys, "--cache-dir", str(tmp_path))
+    found = listed(capsys)
     assert found.pop("own/good")["here"] is not None
     reasons = {name.removeprefix("own/"): m["reason"] for name, m in found.items()}
     assert reasons.keys() == {*changed, "bare", "empty"}
@@ -102,14 +108,17 @@ def test_what_cannot_be_opened_is_reported_with_a_reason_and_the_others_are_repo
     assert all(len(why) <= 90 and str(tmp_path) not in why for why in reasons.values())
 
 
-def test_where_there_is_no_cache_there_are_no_models(tmp_path: Path, capsys: Any) -> None:
-    assert listed(capsys, "--cache-dir", str(tmp_path / "no")) == {}
-    assert main(["list", "--cache-dir", str(tmp_path / "no")]) == 0
+def test_where_there_is_no_cache_there_are_no_models(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "no"))
+    assert listed(capsys) == {}
+    assert main(["list"]) == 0
     assert "no models" in capsys.readouterr().out
 
 
 def test_a_name_cannot_move_the_terminals_cursor(sources: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
     fetched(tmp_path, "own/\x1b[2J\x9bm", sources[0])
-    assert main(["list", "--cache-dir", str(tmp_path), "--context", "64"]) == 0
+    assert main(["list", "--context", "64"]) == 0
     shown = capsys.readouterr().out
     assert "own/\\x1b[2J\\x9bm " in shown and "\x1b" not in shown and "\x9b" not in shown

@@ -24,7 +24,7 @@ from outcore_bench.measure import measure
 from outcore_bench.report.tables import by_budget, sentences, start
 from zoo import save_checkpoint
 
-SETTINGS = RunSettings(tokens=2, prompt_tokens=4, repeats=1, warmup=0)
+SETTINGS = RunSettings(max_tokens=2, prompt_tokens=4, repeats=1)
 KB = 1000
 
 
@@ -65,10 +65,9 @@ def jobs(grid: Grid, size: ModelSize) -> list[BenchJob]:
 
 def test_a_resident_budget_is_one_run(size: ModelSize) -> None:
     least, *_, most = choose_budgets(size, 2, available=10**10)
-    found = [job.label for job in jobs(Grid((least, most), ("direct", "cached"), slots=(2, 40), threads=(1, 4)), size)]
+    found = [job.label for job in jobs(Grid((least, most), ("direct", "cached"), slots=(2, 40)), size)]
     streaming = [
-        f"{format_size(least)}, {io}, {slots}, {threads}"
-        for io, slots, threads in product(("direct", "cached"), ("2 slots", "40 slots"), ("1 thread", "4 threads"))
+        f"{format_size(least)}, {io}, {slots}" for io, slots in product(("direct", "cached"), ("2 slots", "40 slots"))
     ]
     assert found == [*streaming, f"{format_size(most)}, all resident"]
 
@@ -79,13 +78,8 @@ def test_budgets_are_reported_to_the_byte_and_read_back() -> None:
 
 def test_a_points_job_is_what_bench_would_be_given(size: ModelSize) -> None:
     least, *_, most = choose_budgets(size, 2, available=10**10)
-    streamed, resident = jobs(Grid((least, most), ("cached",), slots=(4,), threads=(8,)), size)
-    assert (streamed.memory, streamed.io, streamed.run.slots, streamed.run.threads) == (
-        size_text(least),
-        "cached",
-        4,
-        8,
-    )
+    streamed, resident = jobs(Grid((least, most), ("cached",), slots=(4,)), size)
+    assert (streamed.memory, streamed.io, streamed.run.slots) == (size_text(least), "cached", 4)
     assert (resident.memory, resident.io, resident.run) == (size_text(most), "auto", SETTINGS)
 
 
@@ -96,42 +90,40 @@ def stat(s: float, spread: float = 0.0) -> Stat:
     return Stat(s, s - spread, s + spread, 3)
 
 
-def cell(
-    tps: float | None, memory: int, io: str = "none", slots: int = 0, threads: int = 0, spread: float = 0
-) -> BenchRow:
-    label = f"{memory} B, {f'{io}, {slots} slots, {threads} threads' if slots else 'all resident'}"
-    row = {"mode": "outcore", "label": label, "command": "", "io": io, "slots": slots, "threads": threads}
+def cell(tps: float | None, memory: int, io: str = "none", slots: int = 0, spread: float = 0) -> BenchRow:
+    label = f"{memory} B, {f'{io}, {slots} slots' if slots else 'all resident'}"
+    row = {"mode": "outcore", "label": label, "command": "", "io": io, "slots": slots}
     row |= {"peak_memory_bytes": memory, "memory": size_text(memory), "error": None if tps else "too small"}
     return BenchRow.of(row | {"s_per_token": stat(1 / tps, spread) if tps else None})
 
 
 def test_of_points_equally_fast_the_one_that_takes_least_is_named() -> None:
     rows = [
-        cell(10.0, 300, "direct", 4, 8),
-        cell(9.9, 200, "direct", 4, 8),
-        cell(9.85, 200, "direct", 3, 4),
-        cell(9.88, 200, "cached", 2, 8),
-        cell(9.7, 100, "direct", 2, 1),
+        cell(10.0, 300, "direct", 4),
+        cell(9.9, 200, "direct", 4),
+        cell(9.85, 200, "direct", 3),
+        cell(9.88, 200, "cached", 4),
+        cell(9.7, 100, "direct", 2),
     ]
     assert start(rows) is rows[2]
     assert [r.setting.memory for r in by_budget(rows)] == ["100B", "200B", "300B"]
     assert sentences(rows) == [
-        "Best: 200 B, direct, 3 slots, 4 threads: 9.85 tokens/s, 0.102 s per token, peak 200 B; 4 more are as "
+        "Best: 200 B, direct, 3 slots: 9.85 tokens/s, 0.102 s per token, peak 200 B; 4 more are as "
         "fast (within 2 %, or their repeats overlap)",
     ]
 
 
 def test_points_with_overlapping_repeats_are_as_fast_however_far_apart_their_medians() -> None:
-    fast, slow = cell(10.0, 300, "direct", 2, 4, spread=0.01), cell(8.5, 200, "direct", 2, 4, spread=0.01)
-    far = cell(8.0, 100, "direct", 2, 4)
+    fast, slow = cell(10.0, 300, "direct", 2, spread=0.01), cell(8.5, 200, "direct", 2, spread=0.01)
+    far = cell(8.0, 100, "direct", 2)
     assert start([fast, slow, far]) is fast and sentences([fast, slow, far])[0].endswith(
         "; 1 more are as fast (within 2 %, or their repeats overlap)"
     )
-    assert sentences([cell(10.0, 300, "direct", 2, 4), slow, far])[0].endswith("peak 300 B")
+    assert sentences([cell(10.0, 300, "direct", 2), slow, far])[0].endswith("peak 300 B")
 
 
 def test_a_point_of_a_busy_machine_is_not_the_best() -> None:
-    busy, quiet = replace(cell(10.0, 300), notes=[f"{BUSY} 40 %"]), cell(5.0, 200, "direct", 2, 4)
+    busy, quiet = replace(cell(10.0, 300), notes=[f"{BUSY} 40 %"]), cell(5.0, 200, "direct", 2)
     best, note = sentences([busy, quiet])
     assert (
         best.startswith("Best: 200 B")
@@ -141,8 +133,8 @@ def test_a_point_of_a_busy_machine_is_not_the_best() -> None:
 
 
 def test_nothing_measured_has_no_verdict() -> None:
-    rows = [cell(None, 2, "direct", 2, 4)]
-    assert sentences(rows) == ["No numbers: 1 of 1 rows; 2 B, direct, 2 slots, 4 threads: too small"]
+    rows = [cell(None, 2, "direct", 2)]
+    assert sentences(rows) == ["No numbers: 1 of 1 rows; 2 B, direct, 2 slots: too small"]
     assert not by_budget(rows)
 
 
@@ -155,10 +147,9 @@ def test_nothing_measured_has_no_verdict() -> None:
         (["--io", "auto"], "--io auto: choose one of direct, cached"),
         (["--io", ""], "--io: give at least one value"),
         (["--slots", "3,1"], "--slots 1: must be at least 2"),
-        (["--threads", "0"], "--threads 0: must be at least 1"),
-        (["--threads", "many"], "--threads many: give whole numbers, separated by commas"),
+        (["--slots", "many"], "--slots many: give whole numbers, separated by commas"),
         (["--memory", "2GB,4"], "--memory 4: no unit"),
-        (["--tokens", "0"], "--tokens 0: must be at least 1"),
+        (["--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
         (["--output", "."], "--output .: a folder; name a file"),
     ],
 )
@@ -174,8 +165,8 @@ def test_the_command_measures_and_ends_with_the_summary(
     tiny: Path, size: ModelSize, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     least, *_, most = choose_budgets(size, 2, available=10**10)
-    flags = f"--memory {size_text(least)},{size_text(most)} --io cached --slots 2,40 --threads 2 --tokens 2"
-    command = ["matrix", str(tiny), *flags.split(), "--prompt-tokens", "4", "--repeats", "1", "--warmup", "0"]
+    flags = f"--memory {size_text(least)},{size_text(most)} --io cached --slots 2,40 --max-tokens 2"
+    command = ["matrix", str(tiny), *flags.split(), "--prompt-tokens", "4", "--repeats", "1"]
     monkeypatch.chdir(tmp_path)
 
     # In this process: those of bench's rows are tested with its command.
@@ -198,7 +189,7 @@ def test_the_command_measures_and_ends_with_the_summary(
     resident, streamed = sorted(rows, key=lambda row: row["io"] != "none")
     assert (resident["io"], resident["streamed_units"]) == ("none", 0)
     assert streamed["streamed_units"] == 4 and streamed["efficiency"] > 0 and streamed["disk_gbps"] > 0
-    assert (streamed["slots"], streamed["threads"], streamed["cache"]) == (2, 2, "cold")
+    assert (streamed["slots"], streamed["cache"]) == (2, "cold")
     assert said[0].startswith("Best: ") and said[1].startswith("No numbers: 1 of 3 rows") and set(said) <= set(text)
     assert main(command) == 2
     assert "tiny-llama-matrix.json: already exists; give another file" in capsys.readouterr().err
@@ -208,6 +199,6 @@ def test_the_command_measures_and_ends_with_the_summary(
 def test_when_nothing_fits_the_command_fails_and_says_why(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = ["--memory", "1KB", "--io", "cached", "--slots", "2", "--threads", "1"]
+    one = ["--memory", "1KB", "--io", "cached", "--slots", "2"]
     assert main(["matrix", str(tiny), *one, "-o", str(tmp_path / "out")]) == 1
-    assert "nothing could be measured: 1.00 KB, cached, 2 slots, 1 thread: a budget of" in capsys.readouterr().err
+    assert "nothing could be measured: 1.00 KB, cached, 2 slots: a budget of" in capsys.readouterr().err

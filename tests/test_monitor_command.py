@@ -91,24 +91,19 @@ def test_snapshots_are_printed_a_line_each_until_the_process_ends(
     assert lines[0]["models"][0]["layers"] == "mmcrlddm"
 
 
-def test_once_shows_it_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["monitor", "--once"]) == 0
+def test_without_a_terminal_it_is_shown_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["monitor"]) == 0
     out = capsys.readouterr().out
     assert "126 of 200 accepted" in out and f"process {os.getpid()}" in out
-    assert main(["monitor", "--once", "--json"]) == 0
-    (process,) = json.loads(capsys.readouterr().out)["processes"]
-    assert process["command"] == "chat" and process["models"][0]["name"] == "tiny [b]model[/b]"
 
 
 def test_what_cannot_be_shown_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with own_folder() as folder:
-        assert main(["monitor", "--once"]) == 1
+        assert main(["monitor"]) == 1
         assert "no Outcore process of yours is running" in capsys.readouterr().err
-        assert main(["monitor"]) == 2
-        assert "outcore monitor: standard output is not a terminal" in capsys.readouterr().err
         assert "no Outcore process of yours is running" in drawn(look())
         folder.mkdir(mode=0o755)
-        assert main(["monitor", "--once"]) == 1
+        assert main(["monitor"]) == 1
         assert "chmod 700" in capsys.readouterr().err
         assert "chmod 700" in " ".join(drawn(look()).split())
 

@@ -105,8 +105,6 @@ def baseline(command: str, model: Path, folder: Path) -> list[str]:
         return [*named, "--prompt", "x", "--prompt-cache-file", str(folder / "cache")]
     if command == "cache":
         return ["ls"]
-    if command == "list":
-        return ["--cache-dir", str(folder / "hub")]
     if command == "report":
         (folder / "no.json").write_text("{}")
         return [str(folder / "no.json"), "--output", str(folder / "page")]
@@ -116,7 +114,7 @@ def baseline(command: str, model: Path, folder: Path) -> list[str]:
         return [str(model), "--memory", "1GB", "--no-calibrate", "--draft", "none"]
     if command == "pack":
         return [str(model), "--output", str(folder / "packed")]
-    return [] if command == "demo" else [str(model)]
+    return [] if command in ("demo", "list") else [str(model)]
 
 
 @pytest.mark.parametrize("command", commands())

@@ -198,18 +198,18 @@ def test_predictions_appear_with_the_field_that_tells_them() -> None:
 def matrix(*, busy: bool = False, model: Model = MODEL) -> Document:
     """Of two budgets that stream and one that does not; of the streaming ones a point does not fit."""
 
-    def point(tps: float, memory: int, io: str = "none", slots: int = 0, threads: int | None = None) -> BenchRow:
-        label = f"{size(memory)}, {f'{io}, {slots} slots, {threads} threads' if slots else 'all resident'}"
-        own = {"io": io, "slots": slots, "threads": threads, "peak_memory_bytes": memory, "memory": f"{memory}B"}
+    def point(tps: float, memory: int, io: str = "none", slots: int = 0) -> BenchRow:
+        label = f"{size(memory)}, {f'{io}, {slots} slots' if slots else 'all resident'}"
+        own = {"io": io, "slots": slots, "peak_memory_bytes": memory, "memory": f"{memory}B"}
         found = streamed(8 if slots else 32, tps, label=label, **own)
         return noisy(found) if busy else found
 
     rows = [
         point(1.5, 9 * 10**9),
-        point(0.9, 4 * 10**9, "direct", 3, 4),
-        point(0.7, 4 * 10**9, "cached", 3, 4),
-        point(0.5, 2 * 10**9, "direct", 3, 4),
-        dataclasses.replace(point(1.0, 2 * 10**9, "cached", 3, 4), error="too small"),
+        point(0.9, 4 * 10**9, "direct", 3),
+        point(0.7, 4 * 10**9, "cached", 3),
+        point(0.5, 2 * 10**9, "direct", 3),
+        dataclasses.replace(point(1.0, 2 * 10**9, "cached", 3), error="too small"),
     ]
     rows[-1].speed.s_per_token = None
     return dataclasses.replace(document(model=model, rows=rows), settings={"grid": {}})
@@ -227,8 +227,8 @@ def test_a_matrix_is_a_table_of_all_points_and_its_best_row_of_each_budget_is_dr
     assert "- Best: 9.00 GB, all resident: 1.5 tokens/s" in text and "- No numbers: 1 of 5 rows" in text
     rows = re.findall(r"^\| ([\d.]+ GB, [^|]*) \|", text, re.M)
     assert rows == [
-        "2.00 GB, cached, 3 slots, 4 threads", "2.00 GB, direct, 3 slots, 4 threads",
-        "4.00 GB, cached, 3 slots, 4 threads", "4.00 GB, direct, 3 slots, 4 threads", "9.00 GB, all resident",
+        "2.00 GB, cached, 3 slots", "2.00 GB, direct, 3 slots",
+        "4.00 GB, cached, 3 slots", "4.00 GB, direct, 3 slots", "9.00 GB, all resident",
         *rows[5:],
     ]  # fmt: skip
     assert "memory" in {s.name for s in found}

@@ -39,8 +39,7 @@ COMMANDS = dict([
     ),
     _command(
         "matrix",
-        "Measure every combination of budget, --io, slots and threads, and find the best. Each runs in a process of "
-        "its own.",
+        "Measure every combination of budget, --io and slots, and find the best. Each runs in a process of its own.",
         f"{HUB} --memory 2GB,4GB --slots 2,3",
     ),
     _command(
@@ -62,9 +61,8 @@ FLAGS = {"plan": "outcore_bench.commands:plan"}
 def runs(tokens: int, *more: Flag) -> list[Flag]:
     return grouped(
         "each run",
-        flag("--tokens", "Tokens to generate and time.", tokens),
+        SHARED["max-tokens"].but(help="Tokens to generate and time.", default=tokens),
         SHARED["prompt-tokens"].but("-p", help="Tokens of the prompt.", default=32),
-        flag("--warmup", "Runs before the timed ones.", 1),
         *(SHARED[name] for name in ("repeats", "dtype", "cpu-streams")),
         *more,
     )
@@ -86,11 +84,7 @@ BENCH: list[str | Flag] = [
         flag("--io", f"How to read weights: {', '.join(IO_MODES)}.", AUTO, metavar="LIST"),
         flag("--batch --batch-size -b", "Batch sizes.", "1", metavar="LIST"),
     ),
-    *runs(
-        16,
-        *(SHARED[name] for name in ("prefill-step-size", "quantize-activations", "slots")),
-        flag("--threads", "Reads in flight at once. Default: 4, or 8.", type=int, metavar="N"),
-    ),
+    *runs(16, *(SHARED[name] for name in ("prefill-step-size", "quantize-activations", "slots"))),
     SHARED["output"].but(help="File for the results, in JSON. Default: none."),
     "output-flags",
 ]
@@ -104,7 +98,6 @@ MATRIX: list[str | Flag] = [
         flag("--memory", _BUDGETS, "", metavar="SIZES"),
         flag("--io", "How to read weights.", ",".join(IO), metavar="LIST"),
         flag("--slots", "Slots of the ring.", "2,3,4", metavar="LIST"),
-        flag("--threads", "Reads in flight.", "1,4,8", metavar="LIST"),
     ),
     *runs(8),
     SHARED["output"].but(

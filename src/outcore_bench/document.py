@@ -84,7 +84,7 @@ class RowSetting:
     """The conditions of a row.
 
     Attributes:
-        memory, threads: as the user gave them.
+        memory: as the user gave it; ``threads`` and ``limit_bytes``: in older results only.
         cache: ``bypassed`` (direct reads) or ``cold`` (cached reads after emptying the page cache); older results may
             have ``warm``.
     """

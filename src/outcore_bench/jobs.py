@@ -24,8 +24,7 @@ from .disk import DiskRate, disk_rate, drop_page_cache
 from .document import BUSY, BenchRow, RowSetting
 
 RESIDENT = ("0%", "50%", "100%")
-_LEAST = {"tokens": 1, "prompt_tokens": 1, "repeats": 1, "warmup": 0, "prefill_step_size": 1, "cpu_streams": 1}
-_LEAST |= {"slots": 2, "threads": 1}
+_LEAST = {"max_tokens": 1, "prompt_tokens": 1, "repeats": 1, "prefill_step_size": 1, "cpu_streams": 1, "slots": 2}
 
 
 @dataclass(frozen=True)
@@ -33,20 +32,18 @@ class RunSettings:
     """How each row is measured. The constructor raises UsageError for invalid values.
 
     Attributes:
-        tokens: how many tokens to time in each repeat and sequence, after the first one.
+        max_tokens: how many tokens to time in each repeat and sequence, after the first one.
     """
 
-    tokens: int = 16
+    max_tokens: int = 16
     prompt_tokens: int = 32
     repeats: int = 3
-    warmup: int = 1
     prefill_step_size: int | None = None
     quantize_activations: bool = False
     trust_remote_code: bool = False
     dtype: str | None = None
     cpu_streams: int | None = None
     slots: int | None = None
-    threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -57,7 +54,7 @@ class RunSettings:
 
     @property
     def context(self) -> int:
-        return self.prompt_tokens + self.tokens + 1
+        return self.prompt_tokens + self.max_tokens + 1
 
     @property
     def model_config(self) -> dict[str, Any] | None:
@@ -149,8 +146,7 @@ def make_jobs(
         if batch > 1:  # each sequence's cache grows by 256 tokens at a time
             context = min(batch * -(-context // 256) * 256, longest or 2**31)
         for name in settings.modes or WAYS:
-            # The other modes have no slots and no reader threads.
-            run = settings.run if name == OUTCORE else replace(settings.run, slots=None, threads=None)
+            run = settings.run if name == OUTCORE else replace(settings.run, slots=None)  # the others have none
             job = BenchJob(name, folder, name, run, context, vocabulary, batch)
             jobs += _budgets(job, settings, layers, fits) if name == OUTCORE else [job]
     if settings.batch != (1,):
@@ -226,7 +222,7 @@ def measure_disk(files: Sequence[Path]) -> DiskRate | None:
 
 def failed(job: BenchJob, why: str) -> BenchRow:
     setting = RowSetting(memory=job.memory, batch=job.batch)
-    setting.slots, setting.threads, setting.io = job.run.slots, job.run.threads, job.io if job.io != AUTO else None
+    setting.slots, setting.io = job.run.slots, job.io if job.io != AUTO else None
     return BenchRow(job.mode, job.label, setting=setting, error=why)
 
 

@@ -1,4 +1,4 @@
-"""``outcore matrix``: measures a model at every combination of budget, --io, slots and threads.
+"""``outcore matrix``: measures a model at every combination of budget, --io and slots.
 
 The result is a document of ``outcore bench`` that has the axes in ``settings["grid"]``.
 """
@@ -53,12 +53,11 @@ def axes(args: argparse.Namespace) -> Grid:
         memory=tuple(sorted({given_budget(s) for s in listed(args.memory)})) if args.memory else None,
         io=listed(args.io),
         slots=tuple(sorted(numbers("--slots", args.slots))),
-        threads=tuple(sorted(numbers("--threads", args.threads))),
     )
 
 
 def each_run(args: argparse.Namespace) -> RunSettings:
-    names = ("tokens", "prompt_tokens", "repeats", "warmup", "dtype", "cpu_streams")
+    names = ("max_tokens", "prompt_tokens", "repeats", "dtype", "cpu_streams")
     return RunSettings(**{name: getattr(args, name) for name in names})
 
 
@@ -73,15 +72,12 @@ class Grid:
     memory: tuple[int, ...] | None = None
     io: tuple[str, ...] = IO
     slots: tuple[int, ...] = (2, 3, 4)
-    threads: tuple[int, ...] = (1, 4, 8)
 
     def __post_init__(self) -> None:
         for io in self.io:
             choice("--io", io, IO)
         for n in self.slots:
             whole("--slots", n, 2)
-        for n in self.threads:
-            whole("--threads", n)
         for name, values in vars(self).items():
             if values == ():
                 raise UsageError(f"--{name}: give at least one value")
@@ -123,9 +119,9 @@ def jobs_of(grid: Grid, resident: int, job: BenchJob) -> list[BenchJob]:
         if memory >= resident:
             jobs.append(whole)
             continue
-        for io, slots, threads in product(grid.io, grid.slots, grid.threads):
-            label = f"{shown}, {io}, {slots} slots, {threads} thread{'s' * (threads > 1)}"
-            jobs.append(replace(whole, io=io, label=label, run=replace(job.run, slots=slots, threads=threads)))
+        for io, slots in product(grid.io, grid.slots):
+            run = replace(job.run, slots=slots)
+            jobs.append(replace(whole, io=io, label=f"{shown}, {io}, {slots} slots", run=run))
     return jobs
 
 

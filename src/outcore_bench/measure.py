@@ -51,9 +51,8 @@ def measure(job: BenchJob, clock: Callable[[], float] = time.perf_counter) -> Be
     loop = LOOPS[job.mode](job)
     try:
         cold = (loop.files or _streamed_files(loop)) if loop.io == "cached" else ()
-        for _ in range(job.run.warmup):
-            _repeat(job, loop, 1, cold, clock)
-        row = _row(job, loop, [_repeat(job, loop, job.run.tokens, cold, clock) for _ in range(job.run.repeats)])
+        _repeat(job, loop, 1, cold, clock)  # warms up
+        row = _row(job, loop, [_repeat(job, loop, job.run.max_tokens, cold, clock) for _ in range(job.run.repeats)])
         # Includes MLX's cache of freed memory, as in `outcore generate`.
         row.use.peak_memory_bytes = int(mx.get_peak_memory()) + int(mx.get_cache_memory())
         row.use.peak_rss_bytes = peak_rss()
@@ -126,7 +125,6 @@ def _row(job: BenchJob, loop: Loop, runs: Sequence[_Repeat]) -> BenchRow:
     if loop.session is not None:
         _add_session(row, job, loop.session)
         if loop.session.streaming is not None:
-            setting.threads = job.run.threads
             _add_reading(row.reading, speed, tokens, runs)
     return row
 
@@ -235,7 +233,6 @@ def _open_outcore(job: BenchJob) -> Loop:
         trust_remote_code=run.trust_remote_code,
         dtype=run.dtype,
         cpu_streams=run.cpu_streams,
-        threads=run.threads,
         draft="none",
     )
     model: Any = load_model(job.folder, options)[0]

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from outcore.checks import choice
-from outcore.cli.commands import GET, HUB, KEEP, LOG_LEVELS, LOOK, Command, Flag, commands, flag, parser_of, switch
+from outcore.cli.commands import GET, HUB, KEEP, LOG_LEVELS, LOOK, Command, Flag, commands, flag, parser_of
 from outcore.cli.flags import FLAGS as SHARED
 from outcore.cli.flags import PLANNED, QUANTIZED
 from outcore.options import LoadOptions
@@ -61,9 +61,9 @@ COMMANDS = dict([
     _command("stop", "End a running Outcore process. outcore serve lets running answers end first.", "8123", LOOK),
     _command(
         "monitor",
-        "Watch your running Outcore processes: layers, memory, disk, tokens. Ctrl-C leaves. --json prints four "
-        "snapshots a second, one per line.",
-        "--once",
+        "Watch your running Outcore processes: layers, memory, disk, tokens. Ctrl-C leaves. Without a terminal, print "
+        "the state once. --json prints four snapshots a second, one per line.",
+        "",
         LOOK,
     ),
     _command(
@@ -144,7 +144,6 @@ FLAGS_INSTEAD = {
 INFO: list[str | Flag] = ["model-flags", *PLANNED, "engine-flags output-flags"]
 
 LIST: list[str | Flag] = [
-    flag("--cache-dir", "Folder of the Hub's cache. Default: the Hub's own.", metavar="DIR"),
     SHARED["memory"].but(group="", help="Budget to compare with. Default: the budget that commands use by default."),
     SHARED["context"].but(group=""),
     "output-flags",
@@ -163,7 +162,7 @@ DOCTOR: list[str | Flag] = [
     "revision output-flags",
 ]
 
-MONITOR: list[str | Flag] = [switch("--once", "Print the state once, after a second, and exit."), "output-flags"]
+MONITOR: list[str | Flag] = ["output-flags"]
 
 CACHE: list[str | Flag] = [
     flag("action", "ls lists entries, largest first; rm removes some; clear removes all.", metavar="ls | rm | clear"),

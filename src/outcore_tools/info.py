@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CachedRepoInfo, CacheNotFound, scan_cache_dir
+from huggingface_hub import CachedRepoInfo, CacheNotFound, constants, scan_cache_dir
 
 from outcore.checkpoint.checkpoint import CONFIG
 from outcore.checkpoint.find_model import resolve_model
@@ -131,13 +131,12 @@ def list_models(args: argparse.Namespace) -> None:
     budget = asked_budget(args.memory)
     rows: list[dict[str, Any]] = []
     try:
-        info = scan_cache_dir(args.cache_dir)
+        info = scan_cache_dir(constants.HF_HUB_CACHE)
         rows += [_of_hub(r, args.context, budget) for r in info.repos if r.repo_type == "model"]
         rows += _broken(info.warnings)
     except (CacheNotFound, ValueError):  # no such folder, or a file
         pass
-    if args.cache_dir is None:
-        rows += [_row(name, folder, args.context, budget) for name, folder in _named_folders()]
+    rows += [_row(name, folder, args.context, budget) for name, folder in _named_folders()]
     rows.sort(key=lambda r: str(r["model"]).lower())
     args.result.record = {"budget_bytes": budget, "context": args.context, "models": rows}
     if not rows:

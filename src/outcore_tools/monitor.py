@@ -22,14 +22,14 @@ from rich.table import Table
 from rich.text import Text
 
 from outcore.cli.console import PlainConsole, console
-from outcore.errors import OutcoreError, StoreError, UsageError
+from outcore.errors import OutcoreError, StoreError
 from outcore.monitoring import publisher
 from outcore.sizes import format_size
 from outcore.text import counted, shown
 
 EVERY_S = 0.25
 
-# Updates that ``--once`` waits for, so that rates cover a second.
+# Updates to wait for where the state is shown once, so that rates cover a second.
 SETTLED = 5
 
 NONE_RUNNING = "no Outcore process of yours is running (or OUTCORE_MONITOR is off); start one, such as outcore chat"
@@ -44,16 +44,13 @@ STATES = {
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.once:
-        *_, processes = itertools.islice(_looks(), SETTLED)
-        args.result.record = {"processes": processes}
-        console(soft_wrap=False).print(_drawn(processes))
-    elif args.json:
+    if args.json:
         for processes in _looks():
             for process in processes:
                 args.result.line(process)
     elif not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UsageError("standard output is not a terminal; use --json or --once")
+        *_, processes = itertools.islice(_looks(), SETTLED)
+        console(soft_wrap=False).print(_drawn(processes))
     else:
         terminal = PlainConsole(highlight=False)
         # Ctrl-C is the way to leave.

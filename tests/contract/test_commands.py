@@ -16,6 +16,7 @@ from typing import Any
 
 import json_shapes as shapes
 import pytest
+from huggingface_hub import constants
 
 COMMANDS = {
     "batch", "bench", "cache", "cache-prompt", "calibrate", "chat", "completion", "convert", "demo", "doctor", "draft",
@@ -108,7 +109,9 @@ def test_the_answer_alone_is_on_standard_output(outcore_here: Run, small: str) -
     assert len(record["tokens"]) == record["generation_tokens"] == 8
 
 
-def test_the_keys_of_each_commands_json(outcore_here: Run, small: str, demo_model: Path, tmp_path: Path) -> None:
+def test_the_keys_of_each_commands_json(
+    outcore_here: Run, small: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, found = small, dict[str, Any]()
     (tmp_path / "in.jsonl").write_text(
         '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x = ", "max_tokens": 4}}\n'
@@ -132,8 +135,9 @@ def test_the_keys_of_each_commands_json(outcore_here: Run, small: str, demo_mode
         "cache": ["ls"],
         "demo": ["-m", "2"],
         "info": [str(demo_model), "--memory", "60MB"],  # of weights in several types
-        "list": ["--cache-dir", str(tmp_path)],
+        "list": [],
     }
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for name, given in words.items():
         status, out, _ = outcore_here(name.partition(".")[0], *given, "--json")
         assert status == (1 if name == "batch" else 0), name  # one of its lines fails

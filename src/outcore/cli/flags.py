@@ -292,7 +292,6 @@ CACHE_PROMPT: list[str | Flag] = [
     "model-flags adapter-path",
     FLAGS["prompt"].but(required=True),
     FLAGS["prompt-cache-file"].but(group="", required=True, help="File to write; its name ends in .safetensors."),
-    flag("--eos-token", "End-of-answer token to store in the file. Default: the tokenizer's."),
     f"max-kv-size prefill-step-size {_CACHE} engine-flags output-flags",
 ]
 

@@ -130,9 +130,7 @@ def cache_prompt(args: argparse.Namespace) -> None:
     if args.kv_disk == "on":
         raise UsageError("--kv-disk on: cache-prompt needs the whole KV cache in memory; leave the flag out")
     folder = resolve_model(args.model, args.revision)
-    settings: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
-    if args.eos_token is not None:
-        settings["eos_token"] = args.eos_token
+    settings = {"trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(folder, settings)
     text = prompt_text(args.prompt)
     check_characters(len(text), longest_context(config_of(folder)))

@@ -214,12 +214,12 @@ def perplexity_table(perplexities: Sequence[Perplexities]) -> ReportTable | None
 
 
 def start(rows: Sequence[BenchRow]) -> BenchRow | None:
-    """Returns, of the rows within ``TIE`` of the fastest, the one with the least memory, then threads, then slots;
-    rows of a busy machine do not count."""
+    """Returns, of the rows within ``TIE`` of the fastest, the one with the least memory, then slots; rows of
+    a busy machine do not count."""
     measured = [r for r in rows if r.error is None and r.speed.s_per_token is not None and not r.busy]
     limit = (1 + TIE) * min(map(_seconds, measured), default=0.0)
     fast = [r for r in measured if _seconds(r) <= limit]
-    return min(fast, key=lambda r: (_memory(r), r.setting.threads or 0, r.setting.slots or 0), default=None)
+    return min(fast, key=lambda r: (_memory(r), r.setting.slots or 0), default=None)
 
 
 def by_budget(rows: Sequence[BenchRow]) -> list[BenchRow]:
