@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import socket
 import time
@@ -12,14 +11,12 @@ from collections.abc import AsyncGenerator, Mapping
 import httpx
 import pytest
 
-import outcore
-from fake_service import APIS, Running, exchange, posted, running
+from fake_service import Running, exchange, posted, running
 from outcore.errors import OutcoreError, UsageError
 from outcore.serve.access import Access, local_names
 from outcore.serve.connection import ClientLimits
 from outcore.serve.events import Begun, Event, Finished, GenerationRequest, RequestError, TextPart
 from outcore.serve.server import listen, url
-from outcore_pages.pages import described
 
 Given = Mapping[str, str]
 
@@ -247,35 +244,6 @@ def test_the_server_counts_what_it_does() -> None:
                 "outcore_connections_late_total": 0,
             }
             assert {name: float(lines[name]) for name in wanted} == wanted
-
-    asyncio.run(test())
-
-
-def test_the_description_is_openapi() -> None:
-    document = described(APIS)
-    assert document["openapi"] == "3.1.0" and document["info"]["version"] == outcore.__version__
-    ids = []
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            assert method in ("get", "post") and operation["responses"]["200"]["description"]
-            ids.append(operation["operationId"])
-            named = [p["name"] for p in operation.get("parameters", ())]
-            assert [f"{{{name}}}" for name in named] == [s for s in path.split("/") if s.startswith("{")]
-    assert len(set(ids)) == len(ids)
-    assert {
-        "/health",
-        "/metrics",
-        "/monitor/events",
-        "/v1/say",
-        "/v1/models/{model}",
-        "/v1/messages",
-        "/api/say",
-    } < set(document["paths"])
-    assert document["paths"]["/v1/say"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-
-    async def test() -> None:
-        async with running() as server:
-            assert (await ask(server, "GET", "/openapi.json")).json() == json.loads(json.dumps(described(APIS)))
 
     asyncio.run(test())
 

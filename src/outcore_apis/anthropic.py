@@ -341,8 +341,8 @@ def _model(card: ModelCard) -> dict[str, Any]:
 
 
 ROUTES = (
-    Route("/v1/messages", message, "POST", "Answer a conversation", MessageBody),
-    Route("/v1/messages/count_tokens", count, "POST", "Count the tokens of a prompt", PromptBody),
-    Route("/v1/models", models, summary="List the models"),
-    Route("/v1/models/{model:path}", model, summary="One of the models"),
+    Route("/v1/messages", message, "POST"),
+    Route("/v1/messages/count_tokens", count, "POST"),
+    Route("/v1/models", models),
+    Route("/v1/models/{model:path}", model),
 )

@@ -1,4 +1,4 @@
-"""This package's APIs, in the order of ``/openapi.json``."""
+"""This package's APIs."""
 
 from outcore.serve.api import Api
 from outcore.serve.openai import error_body

@@ -301,13 +301,13 @@ def error_body(error: RequestError) -> dict[str, Any]:
 FILES = "models are folders on disk; start the server with --model FOLDER"
 
 ROUTES = (
-    Route("/api/chat", chat, "POST", "Answer a conversation", OllamaChatBody),
-    Route("/api/generate", generate, "POST", "Answer a prompt", GenerateBody),
-    Route("/api/tags", tags, summary="List the models"),
-    Route("/api/show", show, "POST", "One of the models", Named),
-    Route("/api/ps", running, summary="The models that are in memory"),
-    Route("/api/version", lambda http: {"version": VERSION}, summary="The version of Ollama's API"),
-    Route("/api/pull", pull, "POST", "Succeed for a model that is served", Named),
+    Route("/api/chat", chat, "POST"),
+    Route("/api/generate", generate, "POST"),
+    Route("/api/tags", tags),
+    Route("/api/show", show, "POST"),
+    Route("/api/ps", running),
+    Route("/api/version", lambda http: {"version": VERSION}),
+    Route("/api/pull", pull, "POST"),
     refused("/api/embed", NO_EMBEDDINGS, status=400),
     refused("/api/embeddings", NO_EMBEDDINGS, status=400),
     refused("/api/create", "use a Modelfile: outcore serve --modelfile FILE"),

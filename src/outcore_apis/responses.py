@@ -326,10 +326,7 @@ def _custom_input(arguments: str) -> str:
 
 
 ROUTES = tuple(
-    Route(f"{root}/responses{path}", handle, "POST", summary, body)
+    Route(f"{root}/responses{path}", handle, "POST")
     for root in ("/v1", "")
-    for path, handle, summary, body in (
-        ("", respond, "Answer items and messages", ResponseBody),
-        ("/compact", compact, "Summarize a conversation", CompactBody),
-    )
+    for path, handle in (("", respond), ("/compact", compact))
 )

@@ -10,7 +10,7 @@ from outcore.serve.api import Api, Handled, HttpRequest, ParsedRequest, Route, c
 from outcore.serve.events import GenerationRequest
 from outcore.serve.requests import Body, read
 
-from .completion import CompletionBody, completion, plain_text, text_of, tokens_of
+from .completion import completion, plain_text, text_of, tokens_of
 
 
 class TokenizeBody(Body):
@@ -83,17 +83,14 @@ async def slots(http: HttpRequest) -> list[dict[str, Any]]:
 
 
 ROUTES = (
-    Route("/completion", completion, "POST", "Continue a text, or several", CompletionBody),
-    Route("/completions", either, "POST", "Continue a text, or several", CompletionBody),
-    *(Route(f"{at}/chat/completions", chat, "POST", "Answer a chat", ChatBody) for at in ("/v1", "")),
-    *(
-        Route(f"{at}/chat/completions/input_tokens", count, "POST", "Count the tokens of a chat", ChatBody)
-        for at in ("/v1", "")
-    ),
-    Route("/tokenize", tokenize, "POST", "The ids of a text's tokens", TokenizeBody),
-    Route("/detokenize", detokenize, "POST", "The text of tokens", TokenizeBody),
-    Route("/apply-template", apply_template, "POST", "The prompt of a chat", openai.ChatBody),
-    Route("/slots", slots, summary="The places for answers, and which are taken"),
+    Route("/completion", completion, "POST"),
+    Route("/completions", either, "POST"),
+    *(Route(f"{at}/chat/completions", chat, "POST") for at in ("/v1", "")),
+    *(Route(f"{at}/chat/completions/input_tokens", count, "POST") for at in ("/v1", "")),
+    Route("/tokenize", tokenize, "POST"),
+    Route("/detokenize", detokenize, "POST"),
+    Route("/apply-template", apply_template, "POST"),
+    Route("/slots", slots),
 )
 
 # The addresses that are OpenAI's too are taken by every request with this header, as those with a body have.

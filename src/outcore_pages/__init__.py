@@ -1,1 +1,1 @@
-"""The server's page, ``/metrics`` and ``/openapi.json``. The server finds ``pages`` by the group ``outcore.pages``."""
+"""The server's page, and ``/metrics``. The server finds ``pages`` by the group ``outcore.pages``."""

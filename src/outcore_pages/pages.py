@@ -1,11 +1,10 @@
-"""The routes of this package: the page at ``/``, a chat with a live view of the server, ``/metrics`` in
-Prometheus's format, and ``/openapi.json``."""
+"""The routes of this package: the page at ``/``, a chat with a live view of the server, and ``/metrics`` in
+Prometheus's format."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -15,17 +14,15 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from outcore.monitoring.publisher import board
-from outcore.serve.api import EVENT_STREAM, Api, server_sent
+from outcore.serve.api import EVENT_STREAM, server_sent
 from outcore.serve.events import Event, Finished
-from outcore.serve.site import Observer, Site, json_response
-from outcore.version import __version__
+from outcore.serve.site import Observer, Site
 
 EVENTS = "/monitor/events"
 PART = "/page/{name:path}"
@@ -49,11 +46,8 @@ def routes(site: Site) -> Sequence[Route]:
     async def metrics(_: Request) -> Response:
         return counted.response()
 
-    async def openapi(_: Request) -> Response:
-        return json_response(described(site.apis))
-
     watched = Events(board.snapshot, lambda: site.closing).response
-    answers = {"/": front, PART: part, EVENTS: watched, "/metrics": metrics, "/openapi.json": openapi}
+    answers = {"/": front, PART: part, EVENTS: watched, "/metrics": metrics}
     answers |= dict.fromkeys(AT_ROOT, part)
     return [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
 
@@ -118,58 +112,6 @@ class ServerMetrics(Collector, Observer):
             for model, counters in state.get("models", {}).items():
                 family.add_metric([model], counters[name])
             yield family
-
-
-PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
-
-OWN = {
-    "/": ("The server's page, or a line of text", "text/plain"),
-    PART: ("The page's scripts and styles", "text/plain"),
-    **dict.fromkeys(AT_ROOT, ("A file of the page", "text/plain")),
-    "/health": ("Status, and numbers of running and waiting requests", "application/json"),
-    "/metrics": ("Metrics in Prometheus's format", "text/plain"),
-    EVENTS: ("Snapshots of the server's activity, four a second", "text/event-stream"),
-    "/openapi.json": ("This description", "application/json"),
-}
-
-
-def described(apis: Sequence[Api]) -> dict[str, Any]:
-    bodies = dict.fromkeys(route.body for api in apis for route in api.routes if route.body is not None)
-    named, schemas = models_json_schema(
-        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
-    )
-    paths: dict[str, dict[str, Any]] = {
-        PARAMETER.sub(r"{\1}", path): {"get": _operation("get", path, summary, media_type)}
-        for path, (summary, media_type) in OWN.items()
-    }
-    for api, route in [(a, route) for a in apis for route in a.routes]:
-        operation = _operation(route.method.lower(), route.path, route.summary) | {"tags": [api.name]}
-        if route.body is not None:
-            content = {"application/json": {"schema": named[route.body, "validation"]}}
-            operation["requestBody"] = {"required": True, "content": content}
-        # Two APIs may share a path and differ by a header; OpenAPI can describe only one of them.
-        paths.setdefault(PARAMETER.sub(r"{\1}", route.path), {}).setdefault(route.method.lower(), operation)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Outcore", "version": __version__},
-        "paths": paths,
-        "components": {"schemas": schemas.get("$defs", {})},
-    }
-
-
-def _operation(method: str, path: str, summary: str, media_type: str = "application/json") -> dict[str, Any]:
-    schema = {"type": "string"} if media_type.startswith("text/") else {"type": "object"}
-    error = {"description": "The error", "content": {"application/json": {"schema": {"type": "object"}}}}
-    names = PARAMETER.findall(path)
-    return {
-        "summary": summary,
-        "operationId": "_".join([method, *re.findall(r"\w+", PARAMETER.sub(r"\1", path))]),
-        "responses": {
-            "200": {"description": "The answer", "content": {media_type: {"schema": schema}}},
-            "default": error,
-        },
-        "parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names],
-    }
 
 
 EVERY_S = 0.25

@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-
 from .events import (
     Begun,
     Called,
@@ -127,14 +125,11 @@ class Route:
     Attributes:
         path: in Starlette's form: ``/v1/models/{model:path}``.
         handle: raises only RequestError, whatever the body is. Runs in another thread if the body is large.
-        summary, body: for ``/openapi.json``.
     """
 
     path: str
     handle: Callable[[HttpRequest], Handled]
     method: str = "GET"
-    summary: str = ""
-    body: type[BaseModel] | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +148,7 @@ def refused(path: str, why: str, method: str = "POST", status: int = 501) -> Rou
     def handle(http: HttpRequest) -> Handled:
         raise RequestError(f"{path} is not supported: {why}", "not_implemented", status=status)
 
-    return Route(path, handle, method, "Refused, with its reason")
+    return Route(path, handle, method)
 
 
 @dataclass

@@ -91,7 +91,4 @@ def _name(token: TokenLogprob) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
 
 
-ROUTES = tuple(
-    Route(path, completion, "POST", "Continue a text, or several", CompletionBody)
-    for path in ("/v1/completions", "/completions")
-)
+ROUTES = tuple(Route(path, completion, "POST") for path in ("/v1/completions", "/completions"))

@@ -356,9 +356,9 @@ ROUTES = tuple(
     route
     for prefix in ("/v1", "")
     for route in (
-        Route(f"{prefix}/chat/completions", chat, "POST", "Answer a chat", ChatBody),
-        Route(f"{prefix}/models", models, summary="List the models"),
-        Route(f"{prefix}/models/{{model:path}}", model, summary="One of the models"),
+        Route(f"{prefix}/chat/completions", chat, "POST"),
+        Route(f"{prefix}/models", models),
+        Route(f"{prefix}/models/{{model:path}}", model),
         refused(f"{prefix}/embeddings", NO_EMBEDDINGS, status=400),
     )
 )
