@@ -30,7 +30,7 @@ class Painting(ResponseWriter):
         return {"painting": [step for event in events for step in self.steps(event)]}
 def paint(request):
     return ParsedRequest((GenerationRequest(prompt=request.body["of"]),), Painting(False))
-APIS = (Api("paint", lambda error: {"no": str(error)}, (Route("/paint", paint, "POST", "Paint it"),)),)
+APIS = (Api("paint", lambda error: {"no": str(error)}, (Route("/paint", paint, "POST"),)),)
 """
 
 COMMANDS = """

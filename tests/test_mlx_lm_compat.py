@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 from pathlib import Path
 
@@ -46,16 +45,6 @@ def test_a_window_writes_where_its_index_says() -> None:
     compat.set_window_index(cache, 2)
     cache.update_and_fetch(mx.full((1, 1, 1, 1), 9), mx.full((1, 1, 1, 1), 9))
     assert cache.keys.flatten().tolist() == [0, 4, 9, 3]
-
-
-def test_requests_become_tokens_where_an_error_is_their_answer() -> None:
-    server = importlib.import_module("mlx_lm.server")
-    given = list(inspect.signature(server.ResponseGenerator._tokenize).parameters)
-    assert given == ["self", "tokenizer", "request", "args"]
-    code = inspect.getsource(server.ResponseGenerator._generate) + inspect.getsource(
-        server.ResponseGenerator._serve_single
-    )
-    assert code.count("self._tokenize(") == 2 and code.count("rqueue.put(e)") == 3
 
 
 def test_no_other_module_touches_them() -> None:

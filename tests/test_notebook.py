@@ -1,4 +1,4 @@
-"""What notebooks show: tables, progress, names, and one short KeyboardInterrupt."""
+"""What notebooks show: progress, names, and one short KeyboardInterrupt."""
 
 from __future__ import annotations
 
@@ -24,16 +24,6 @@ def loaded(quick_models: Callable[..., Path]) -> Iterator[Any]:
         yield model, tokenizer
 
 
-def test_a_model_and_its_plan_are_small_tables_and_escaped(loaded: Any) -> None:
-    session = loaded[0].outcore
-    session.note("a <b>note</b> & more")
-    html, plan = session._repr_html_(), session.plan._repr_html_()
-    assert "<td>a &lt;b&gt;note&lt;/b&gt; &amp; more</td>" in html and "<b>" not in html
-    for table in (html, plan):
-        assert table.startswith("<table>") and table.endswith("</table>")
-        assert "<td>1 of 3 layers</td>" in table and ", of 100 MB</td>" in table
-
-
 def test_tab_lists_what_the_docs_name(loaded: Any) -> None:
     session = loaded[0].outcore
     page = (Path(__file__).parents[1] / "docs" / "python.md").read_text()
@@ -42,7 +32,7 @@ def test_tab_lists_what_the_docs_name(loaded: Any) -> None:
     assert {"budget_bytes", "peak_bytes", "resident", "streams"} <= {*dir(session.plan)}
     for shown in (session, session.plan, outcore):
         assert all(hasattr(shown, name) for name in dir(shown))
-    assert not {"run_s", "predicted", "split", "html"} & {*dir(session.plan)}
+    assert not {"run_s", "predicted", "split"} & {*dir(session.plan)}
 
 
 def test_progress_is_a_bar_in_notebooks_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,6 @@ NOT_RUN = {
     "outcore doctor": "takes seconds; test_doctor.py runs it",
     "outcore monitor": "needs a process that runs; test_monitor_command.py runs it",
     "python benchmarks/": "measures for minutes",
-    "python -m outcore.integrations.mlx_lm --memory 4GB -m mlx_lm.server ": "serves; test_mlx_lm_server.py runs it",
     "pip install ": "installs",
     ". .venv/bin/activate": "is for the reader's shell",
     "scripts/": "CI runs them",

@@ -7,7 +7,7 @@
     model, tokenizer = mlx_lm.load("mlx-community/Qwen3.5-9B-MLX-6bit")  # any program, unchanged
     remove_patch()
 
-Or, without a changed line: ``python -m outcore.integrations.mlx_lm --memory 4GB -m mlx_lm.server ...``.
+Or, without a changed line: ``python -m outcore.integrations.mlx_lm --memory 4GB -m mlx_lm.chat ...``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 from outcore.options import LoadOptions
 
 from .patched_calls import PAIRS
-from .request_guard import guard_requests, unguard_requests
 from .settings import PatchSettings, applied, applied_lock
 from .swapped_names import SwappedNames
 
@@ -34,7 +33,6 @@ class Patch:
         with applied_lock:
             applied.append(settings)
             _names.put()
-            guard_requests()
 
     def remove(self) -> None:
         """Ends this patch. Restores mlx-lm if there is no other. Safe to call twice."""
@@ -53,8 +51,8 @@ class Patch:
 def apply_patch(**options: Any) -> Patch:
     """Has ``mlx_lm.load`` stream models that are larger than memory, and mlx-lm's functions run them.
 
-    Every name in a loaded module that is mlx-lm's ``load``, ``generate``, ``stream_generate``, ``batch_generate``,
-    ``BatchGenerator`` or ``LRUPromptCache`` becomes Outcore's; programs that are imported later get these, too. Models
+    Every name in a loaded module that is mlx-lm's ``load``, ``generate``, ``stream_generate``, ``batch_generate`` or
+    ``BatchGenerator`` becomes Outcore's; programs that are imported later get these, too. Models
     that are already loaded stay as they are; those loaded under the patch stay streamed after it ends.
 
     Patches nest: the last one counts until it is removed.
@@ -82,4 +80,3 @@ def remove_patch() -> None:
 def _give_back() -> None:
     if not applied:
         _names.give_back()
-        unguard_requests()

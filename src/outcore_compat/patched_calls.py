@@ -11,28 +11,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, BatchResponse, GenerationResponse
 from mlx_lm.generate import batch_generate as their_batch_generate
 from mlx_lm.generate import generate as their_generate
 from mlx_lm.generate import stream_generate as their_stream_generate
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load as their_load
 
 from outcore.checkpoint.find_model import resolve_model
 from outcore.decode import batch, loader
 from outcore.decode import generate as generation
-from outcore.decode.prompt import cached_tokens, encode
+from outcore.decode.prompt import encode
 from outcore.engine.session import Session
 from outcore.errors import UsageError
 from outcore.machine.random_state import set_random_state
 from outcore.options import LoadOptions
 
-from .request_guard import guard_requests
 from .settings import PatchSettings, current_settings
-from .stored_caches import BoundedPromptCache, cache_room
 
 log = logging.getLogger("outcore.integrations")
 
@@ -67,11 +64,9 @@ def load_by(
 ) -> tuple[Any, ...]:
     """Loads a model within the budget that these settings' models share. Returns the tuple that ``load`` returns, with
     the model first."""
-    guard_requests()  # a server may have been imported since
     found = settings.budget.load(folder, options, lambda o: load(folder, o))
     session: Session = found[0].outcore
     log.info("%s: %r", folder.name, session)
-    cache_room.join(found[0])
     return found
 
 
@@ -83,21 +78,16 @@ def stream_generate(
     if session is None:
         return their_stream_generate(model, tokenizer, prompt, max_tokens, *args, **kwargs)
     kwargs |= dict(zip(("draft_model", "stream"), args, strict=False))
-    return _stream(model, session, tokenizer, prompt, max_tokens, kwargs)
+    return _stream(model, tokenizer, prompt, max_tokens, kwargs)
 
 
 def _stream(
-    model: nn.Module, session: Session, tokenizer: Any, prompt: Any, max_tokens: int, kwargs: dict[str, Any]
+    model: nn.Module, tokenizer: Any, prompt: Any, max_tokens: int, kwargs: dict[str, Any]
 ) -> Iterator[GenerationResponse]:
     wrapper = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     ids = encode(wrapper, prompt)
-    with _prepared(model, session, ids, max_tokens, kwargs) as given:
-        plan = session.plan
-        for response in generation.stream_generate(model, wrapper, ids, max_tokens, **given):
-            yield response
-            if session.plan is not plan:  # a longer text takes more of the budget
-                plan = session.plan
-                cache_room.keep_to()
+    with _prepared(model, kwargs) as given:
+        yield from generation.stream_generate(model, wrapper, ids, max_tokens, **given)
 
 
 @functools.wraps(their_generate)
@@ -108,15 +98,13 @@ def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = Fals
         return text
     wrapper = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     ids, max_tokens = encode(wrapper, prompt), kwargs.pop("max_tokens", 256)
-    with _prepared(model, session, ids, max_tokens, kwargs) as given:
+    with _prepared(model, kwargs) as given:
         return generation.generate(model, wrapper, ids, verbose, max_tokens=max_tokens, **given)
 
 
 @contextmanager
-def _prepared(
-    model: nn.Module, session: Session, ids: mx.array, max_tokens: int, kwargs: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Yields the arguments as Outcore's functions take them, with room for the text."""
+def _prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the arguments as Outcore's functions take them."""
     settings = current_settings()
     given = (dict(settings.generation) if settings is not None else {}) | dict(kwargs)
     given.pop("stream", None)  # it is the thread's
@@ -129,14 +117,11 @@ def _prepared(
     if caches is not None and count is not None and len(caches) > count:
         # The caches after the model's are the draft model's, which has its own here.
         given["prompt_cache"] = caches[:count]
-    held = cached_tokens(given.get("prompt_cache") or ())
-    tokens = held + int(ids.size) + (max_tokens if max_tokens > 0 else session.plan.context)
-    with cache_room.texts(session, 1, tokens):
-        try:
-            yield given
-        finally:
-            if caches is not None:
-                caches[:count] = given["prompt_cache"]  # they may have been quantized
+    try:
+        yield given
+    finally:
+        if caches is not None:
+            caches[:count] = given["prompt_cache"]  # they may have been quantized
 
 
 @functools.wraps(their_batch_generate)
@@ -150,8 +135,7 @@ def batch_generate(model: nn.Module, *args: Any, **kwargs: Any) -> BatchResponse
         raise UsageError("max_kv_size: sequences of a batch keep all their tokens; leave it out")
     # The plan sets how many prompts are computed at once, and the stream is the thread's.
     more = {name: value for name, value in more.items() if name not in ("prefill_batch_size", "stream")}
-    with cache_room.texts(session, len(asked["prompts"]), session.plan.context):
-        return batch.batch_generate(**asked, **more)
+    return batch.batch_generate(**asked, **more)
 
 
 class RefusingBatchGenerator(BatchGenerator):
@@ -170,5 +154,4 @@ PAIRS: tuple[tuple[Any, Any], ...] = (
     (their_generate, generate),
     (their_batch_generate, batch_generate),
     (BatchGenerator, RefusingBatchGenerator),
-    (LRUPromptCache, BoundedPromptCache),
 )

@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         usage=USAGE,
         description="Runs a program with mlx-lm patched: models that are larger than the memory that it may use are "
         "streamed. Options that are not given are chosen; outcore.LoadOptions describes them.",
-        epilog="Example: python -m outcore.integrations.mlx_lm --memory 4GB -m mlx_lm.server --model owner/name",
+        epilog="Example: python -m outcore.integrations.mlx_lm --memory 4GB -m mlx_lm.chat --model owner/name",
         allow_abbrev=False,
     )
     p.add_argument("--memory", metavar="SIZE", help="bytes that its models may use together, such as 4GB or 50%%")
@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = vars(p.parse_args(own))
     if not program or program == ["-m"]:
         p.error("name a program: -m MODULE, or a script")
+    if "mlx_lm.server" in program[:2] or program[:3] == ["-m", "mlx_lm", "server"]:
+        p.error("mlx_lm.server: outcore serve takes its flags, and requests share passes there; use that")
     try:
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         with by_flags(p._option_string_actions), Patch(PatchSettings(LoadOptions(**options))):

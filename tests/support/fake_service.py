@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from pydantic import BaseModel
-
 from outcore.serve import prompting
 from outcore.serve.access import Access
 from outcore.serve.api import (
@@ -128,10 +126,6 @@ class FakeAnswering(ResponseWriter):
         return {"text": "".join(e.text for e in events if isinstance(e, TextPart))}
 
 
-class Prompt(BaseModel):
-    prompt: str
-
-
 def parse(request: HttpRequest) -> ParsedRequest:
     """A prompt is all that there is to ask."""
     prompt = request.body.get("prompt")
@@ -162,8 +156,8 @@ ONE = Api(
     "one",
     lambda error: {"error": {"message": str(error), "code": error.code}},
     (
-        Route("/v1/say", parse, "POST", "Say it", Prompt),
-        Route("/v1/models", listed, summary="List"),
+        Route("/v1/say", parse, "POST"),
+        Route("/v1/models", listed),
         Route("/v1/models/{model:path}", shown),
     ),
 )

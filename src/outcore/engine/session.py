@@ -28,7 +28,6 @@ from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from ..plan.planner import prefill_steps
 from ..sizes import format_size
-from ..text import counted
 from .binding import ReadSettings
 from .engine import Engine
 from .extensions import kv_offload, on_demand
@@ -144,11 +143,6 @@ class Session(Engine):
         peak, budget = format_size(plan.peak_bytes), format_size(plan.budget_bytes)
         closed = ", closed" * (self.closed)
         return f"<Session{closed}: {layers}{ring}; {peak} planned of {budget}; reads {self.io}>"
-
-    def _repr_html_(self) -> str:
-        read = f"{counted(self.metrics.sweeps, 'pass')}, {format_size(self.metrics.bytes_read)} read"
-        notes = (("note", note) for note in self.notes)
-        return self.plan.html("Session, closed" if self.closed else "Session", ("until now", read), *notes)
 
     def __dir__(self) -> list[str]:
         return ["close", "in_cache", "metrics", "notes", "plan"]

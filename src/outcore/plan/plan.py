@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from html import escape
 
 from ..sizes import format_size, slot_bytes
 from .partition import StreamedPart
@@ -100,22 +99,6 @@ class Plan(MemoryUse):
         speed = f"; {1 / self.token_s:.2f} tokens a second" if self.token_s and self.predicted else ""
         how = f" {'predicted' if self.calibrated else 'assumed, not measured'}" if speed else ""
         return f"<Plan: {self.held} resident{ring}; {peak} at most of {budget}; context {self.context}{speed}{how}>"
-
-    def html(self, title: str, *more: tuple[str, str]) -> str:
-        """Returns a small table for notebooks."""
-        rows = {
-            "in memory": self.held,
-            "read from disk": f"{format_size(self.bytes_per_token)} a token" if self.streams else "nothing",
-            "memory": f"{format_size(self.peak_bytes)} at most, of {format_size(self.budget_bytes)}",
-            "context": f"{self.context} tokens",
-        }
-        if self.token_s and self.predicted:
-            rows["predicted" if self.calibrated else "assumed"] = f"{1 / self.token_s:.2f} tokens a second"
-        cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in [*rows.items(), *more])
-        return f"<table><caption>{title}</caption>{''.join(cells)}</table>"
-
-    def _repr_html_(self) -> str:
-        return self.html("Plan")
 
     def __dir__(self) -> list[str]:
         return [*(each.name for each in fields(self)), "held", "peak_bytes", "streams"]
