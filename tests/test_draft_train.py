@@ -21,7 +21,7 @@ import outcore
 import zoo
 from combined_models import save_tokenizer
 from outcore.cli.main import main
-from outcore_drafters import command
+from outcore_drafters import command, published
 from outcore_drafters.config import kind_of, open_drafter
 from outcore_drafters.drafter import DraftedModel
 from outcore_drafters.train import collect, drafter_files, network, products, training
@@ -221,6 +221,8 @@ def test_the_command_trains_a_drafter_that_drafts(
     record = json.loads(capsys.readouterr().out)
     assert record["bytes"] > 1000 and record["history"] and record["folder"] == str(tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    found = published.trained(json.loads((tmp_path / "out" / "config.json").read_text()))
+    assert found is not None and found.most == record["tokens a pass, on held-out texts"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert str(tmp_path / "text") in card and "licences" in card
     options: dict[str, Any] = {"memory": "1GB", "resident": 1, "context": 32, "govern": False}
@@ -232,15 +234,29 @@ def test_the_command_trains_a_drafter_that_drafts(
             for m in (drafted, plain)
         ]
         assert texts[0] == texts[1]
+    (tmp_path / "out" / "training").mkdir()
+    (tmp_path / "out" / "training" / "best.safetensors").touch()  # killed before it was removed
     assert main([*small, "--model", str(model)]) == 0  # it is there already
+    assert not (tmp_path / "out" / "training").exists()
 
 
 def test_an_interrupted_training_goes_on_and_other_settings_are_refused(
     model: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(training.Trainer, "run", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert main([*small, "--model", str(model)]) == 130
+    first = list[list[tuple[str, mx.array]]]()
+
+    def stopped(self: training.Trainer) -> None:
+        first.append(tree_flatten(self.net.parameters()))
+        raise KeyboardInterrupt
+
+    settings, spent = tmp_path / "out" / "training" / "settings.json", list[float]()
+    for _ in range(2):  # with texts collected in this run, and before
+        with monkeypatch.context() as patch:
+            patch.setattr(training.Trainer, "run", stopped)
+            assert main([*small, "--model", str(model)]) == 130
+        spent.append(json.loads(settings.read_text())["seconds"])
+    assert spent[0] == spent[1] > 0
+    assert all(mx.array_equal(a, b).item() for (_, a), (_, b) in zip(*first, strict=True))
     begun = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out" / "training" / "states").iterdir()}
     assert begun
     capsys.readouterr()
@@ -250,6 +266,32 @@ def test_an_interrupted_training_goes_on_and_other_settings_are_refused(
         patch.setattr(collect, "continue_texts", None)  # nothing is collected again
         assert main([*small, "--model", str(model)]) == 0
     assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_the_time_of_collecting_counts_over_all_runs(
+    model: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file takes half of the time, so that the third would be too late, whenever it is begun."""
+    now, own, done = [0.0], collect.continue_texts, list[int]()
+
+    def slow(*args: Any, **named: Any) -> Any:
+        if len(done) == 1 and not now[1:]:
+            now.append(1.0)
+            raise KeyboardInterrupt
+        done.append(1)
+        now[0] += 0.7
+        return own(*args, **named)
+
+    class Clock:
+        monotonic = staticmethod(lambda: now[0])
+
+    monkeypatch.setattr(collect, "continue_texts", slow)
+    monkeypatch.setattr(command, "time", Clock)
+    monkeypatch.setattr(training.Trainer, "run", lambda self: training.Progress(best=1.0))
+    assert main([*small, "--model", str(model)]) == 130
+    now[0] = 0.0  # another process
+    assert main([*small, "--model", str(model)]) == 0
+    assert len(done) == 2
 
 
 def test_a_training_keeps_other_files_and_other_processes_out(

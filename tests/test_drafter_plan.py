@@ -114,6 +114,32 @@ def test_what_was_counted_replaces_it(tmp_path: Path, monkeypatch: pytest.Monkey
     assert counted() == before
 
 
+def test_what_training_counted_is_expected_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    options: dict[str, Any] = {"context": 64, "resident": 1}
+    counted = published.trained_values(2.5, 8)
+    drafter = drafter_files.save_eagle3("llama", tmp_path / "drafter", **counted)
+    draft = prepare(folder, draft=str(drafter), **options).draft
+    assert draft is not None and sum(draft.chance**n for n in range(9)) == pytest.approx(2.5)
+    asked = ("--device", "0.002,50", "--resident", "1", "--draft", str(drafter), "--context", "64", "--memory", "3MB")
+    _, record, said = plan(capsys, str(folder), *asked)
+    assert record["drafts"][1]["assumed_tps"] == [] and record["drafts"][1]["tokens_per_sweep"] < 2.5
+    assert "drafter: measured when it was trained, on held-out text: 2.50 tokens a pass of up to 8 guesses" in said
+    model, _ = outcore.load_model(folder, draft=str(drafter), govern=False, **options)
+    with model.outcore as session:
+        for _ in outcore.stream_generate(model, TokensOnly(), [3, 4, 5], max_tokens=2):
+            pass
+        began = session.acceptance.sources["drafter"]
+        assert began.right <= draft.chance * 2 + began.all - 2  # not a prior of its own
+    for wrong in (9.5, 0.5, float("nan"), "2", None, True):
+        assert published.trained({published.TRAINED: {"tokens_a_pass": wrong, "guesses": 8}}) is None
+    for guesses in (0, 33, 8.0, True, 1e400):
+        assert published.trained({published.TRAINED: {"tokens_a_pass": 2.5, "guesses": guesses}}) is None
+    assert published.trained({published.TRAINED: [2.5]}) is None
+
+
 def test_a_config_that_makes_no_model_and_a_rate_that_is_none_are_refused(
     tmp_path: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

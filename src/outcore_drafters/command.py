@@ -30,10 +30,11 @@ from outcore.sizes import format_size
 from outcore.text import printable
 
 from .config import config_of, is_drafter
+from .published import trained_values
 from .train import collect, drafter_files, texts
 from .train.network import PIECE, Network, Shape
 from .train.products import fast_quantized
-from .train.training import DEPTH, Progress, Trainer
+from .train.training import DEPTH, TRIED, Progress, Trainer
 from .train.work_folder import WorkFolder
 
 # Tokens of a piece of text that the model continues.
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> None:
     if (out / "config.json").exists():
         if not is_drafter(config_of(out)):
             raise UsageError(f"--output {printable(str(out))}: holds a model; give a new folder")
+        WorkFolder(out / "training").remove()  # of a run that was killed when the drafter was there
         tell(f"{printable(str(out))}: a drafter is already there; give a new folder to train another")
         return
     files = texts.text_files(args.input)
@@ -103,6 +105,7 @@ def _save(args: argparse.Namespace, job: Job, progress: Progress, folder: Path, 
         "written while training": format_size(job.written),
     }
     made = drafter_files.config_of(shape, job.model_type, job.layers, job.positions, DEPTH)
+    made |= trained_values(progress.best, TRIED)
     named = [str(path) for path in args.input]
     drafter_files.save(out, job.net, made, drafter_files.card(name_of(folder), named, facts))
     print(f"{printable(str(out))}: {progress.best:.2f} tokens a pass on held-out texts; use it with --draft {out}")
@@ -120,6 +123,7 @@ class Job:
         self._args, self._folder, self._work, self._files = args, folder, work, files
         self._seed = 0 if args.seed is None else args.seed
         self.written = 0
+        self._collected_s = 0.0  # spent on the files of states that are there
 
     def run(self, bar: ProgressBar) -> Progress:
         args = self._args
@@ -133,6 +137,7 @@ class Job:
         del model
         mx.clear_cache()
         rows = self._rows(self._budget())
+        mx.random.seed(self._seed)  # the first weights are the same whether texts were collected in this run or before
         self.net = Network(self.shape, self._norm)
 
         def report(progress: Progress, now: dict[str, float]) -> None:
@@ -223,14 +228,19 @@ class Job:
             "seed": self._seed, "texts": self.texts, "disk": args.disk,
             "input": hashlib.sha256("\n".join(f"{f}:{f.stat().st_size}" for f in self._files).encode()).hexdigest(),
         }  # fmt: skip
-        if known is not None and known != self._used | {"count": known["count"]}:
-            raise UsageError(f"{printable(str(self._work.path))}: begun with other settings; give another --output")
-        self._work.begin(self._used | {"count": self.shards.count})
+        if known is not None:
+            self._collected_s = known["seconds"]
+            if known != self._used | {key: known[key] for key in ("count", "seconds")}:
+                raise UsageError(f"{printable(str(self._work.path))}: begun with other settings; give another --output")
+        self._begin()
         most = self.shards.count * self.texts
         tell(
             f"the drafter {self._price()}; states are collected for at most {args.minutes:g} min, of at most {most} "
             f"texts, {format_size(most * row)}; then it is trained for as long"
         )
+
+    def _begin(self) -> None:
+        self._work.begin(self._used | {"count": self.shards.count, "seconds": self._collected_s})
 
     def _price(self) -> str:
         """Returns what the drafter takes, and from how many tokens a pass its bytes are better spent so than on the
@@ -250,7 +260,7 @@ class Job:
     def _collect(self, model: Any, bar: ProgressBar) -> None:
         if not (missing := self.shards.missing):
             return
-        args, most_s, began = self._args, round(self._args.minutes * 60), time.monotonic()
+        args, most_s, began = self._args, round(self._args.minutes * 60), time.monotonic() - self._collected_s
         tokenizer: Any = load_tokenizer(self._folder)
         tokenizer = getattr(tokenizer, "_tokenizer", tokenizer)
         draw = make_sampler(temp=args.temp or 0.0)
@@ -260,7 +270,7 @@ class Job:
             passed = time.monotonic() - began
             if passed > most_s and n >= 2:
                 self.shards.count = n
-                self._work.begin(self._used | {"count": n})
+                self._begin()
                 break
             bar.count(f"hidden states, {n * self.texts} texts", min(round(passed), most_s), most_s)
             mx.random.seed(self._seed * 1_000_003 + n)
@@ -268,6 +278,8 @@ class Job:
             with fast_quantized(evaluated=resident):
                 made = collect.continue_texts(model, layers, self.shape.tapped, prompts, args.max_tokens, draw)
             self.shards.save(n, made)
+            self._collected_s = time.monotonic() - began
+            self._begin()
             mx.clear_cache()
         self.written += self.shards.written_bytes
 

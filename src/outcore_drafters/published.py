@@ -1,11 +1,14 @@
-"""How many tokens a pass a drafter gives: what others published, until its guesses were counted here."""
+"""How many tokens a pass a drafter gives: what was counted when it was trained, or what others published, until its
+guesses were counted here."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -15,9 +18,13 @@ from outcore.decode.speculative.acceptance import Rate
 from outcore.errors import OutcoreError
 from outcore.machine.cache_folder import cache_dir, keep_document
 from outcore.machine.small_files import CONFIG_BYTES, parse_json, read_small
+from outcore.plan.joint_plan import MOST
 
 # Guesses after which their share of right ones takes the place of what was published.
 ENOUGH = 20
+
+# What ``draft train`` adds to a drafter's config: what it counted on held-out text. Other loaders ignore it.
+TRAINED = "outcore_training"
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,32 @@ class Published:
     def about(self) -> str:
         tokens = f"{self.least:g} to {self.most:g}" if self.least < self.most else f"{self.most:g}"
         return f"assumed, not measured: {tokens} tokens a pass of {self.guesses} guesses ({self.source})"
+
+
+class Trained(Published):
+    """Tokens a pass that ``draft train`` counted on held-out text."""
+
+    @property
+    def about(self) -> str:
+        return (
+            f"measured when it was trained, on held-out text: {self.most:.2f} tokens a pass of up to {self.guesses} "
+            "guesses; your text may give fewer"
+        )
+
+
+def trained_values(tokens: float, guesses: int) -> dict[str, Any]:
+    """Returns what a drafter's config says of its training: tokens a pass on held-out text, of so many guesses."""
+    return {TRAINED: {"tokens_a_pass": tokens, "guesses": guesses}}
+
+
+def trained(config: Mapping[str, Any]) -> Trained | None:
+    """Returns what a drafter's config says of its training; None: nothing, or nothing that can be."""
+    match config.get(TRAINED):
+        case {"tokens_a_pass": float() as tokens, "guesses": int() as guesses} if (
+            1 <= tokens <= guesses + 1 and 0 < guesses <= MOST
+        ):
+            return Trained(tokens, tokens, guesses, "")
+    return None
 
 
 # By whether a drafter guesses blocks, and whether the model is quantized.

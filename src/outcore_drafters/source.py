@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from outcore.checkpoint.find_model import name_of
 from outcore.decode.opening import Opening
 from outcore.decode.passes import HiddenKeeper
-from outcore.decode.speculative.acceptance import AcceptanceStats
+from outcore.decode.speculative.acceptance import WEIGHT, AcceptanceStats, Rate
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting, TextState
 from outcore.decode.speculative.proposers import Draw, Proposer
@@ -37,7 +37,7 @@ from outcore_drafts.mtp.hidden_states import WINDOW, HiddenStates
 from .config import ComputeDtype, check_target, config_of, is_drafter, kind_of, open_drafter, sketched
 from .drafter import BlockDrafter, DraftedModel
 from .proposer import DRAFTER, STEP, BlockProposer
-from .published import PUBLISHED, keep, seen_chance, seen_file
+from .published import PUBLISHED, keep, seen_chance, seen_file, trained
 from .tap import LayerTaps
 
 UNREADABLE = (
@@ -98,18 +98,20 @@ class Drafters(DraftSource):
             uses_head=network.borrows_head,
             block=network.rows,
             reads=tuple(numbers.get(id(layers[n]), -1) for n in network.taps),
-            detail=(folder, states, seen),
         )
-        usual = PUBLISHED[bool(network.rows), any(path.endswith(".scales") for path in profile.lazy.loaded)]
+        quantized = any(path.endswith(".scales") for path in profile.lazy.loaded)
+        own = trained(config_of(folder))
+        usual = own or PUBLISHED[bool(network.rows), quantized]
         if (counted := seen_chance(seen)) is None:
             published = usual.least, usual.most, usual.guesses
             draft = replace(draft, chance=usual.chance, assumed=usual.about, published=published)
         else:
             draft = replace(draft, chance=counted, assumed=f"measured: {counted:.0%} of its guesses were right here")
+        draft = replace(draft, detail=(folder, states, seen, None if own is None else draft.chance))
         return replace(profile, size=replace(size, rest=size.rest + states)), draft
 
     def load(self, draft: Draft, profile: ModelProfile, opening: Opening, progress: Progress) -> Drafting:
-        folder, states, seen = draft.detail
+        folder, states, seen, first = draft.detail
         network = opened(folder, profile, opening)
         # Array by array, so that quantizing takes additional memory for one array only.
         try:
@@ -119,7 +121,7 @@ class Drafters(DraftSource):
             raise CheckpointError(f"{folder}: cannot be read: {one_line(e)}; download the drafter again") from e
         clear_cache()
         layers = trunk(text_model(profile.lazy.model)).layers
-        return ByDrafter(draft.name, network, LayerTaps([layers[n] for n in network.taps]), states, seen)
+        return ByDrafter(draft.name, network, LayerTaps([layers[n] for n in network.taps]), states, seen, first)
 
 
 def opened(folder: Path, profile: ModelProfile, opening: Opening, *, planned: bool = False) -> BlockDrafter:
@@ -193,13 +195,15 @@ class SharedParts:
 class ByDrafter(Drafting):
     """A published drafter in memory. It is loaded, and the layers are tapped, before these are bound to a ring.
     ``states``: bytes that the plan has for the states of a text; ``seen``: where the share of its right guesses is
-    kept."""
+    kept; ``first``: the share that is expected, as it was measured in training; None: not measured."""
 
     kind = DRAFTER
 
-    def __init__(self, name: str, network: BlockDrafter, taps: LayerTaps, states: int, seen: Path | None) -> None:
+    def __init__(
+        self, name: str, network: BlockDrafter, taps: LayerTaps, states: int, seen: Path | None, first: float | None
+    ) -> None:
         super().__init__(name)
-        self.model, self._taps, self._states, self._seen = network, taps, states, seen
+        self.model, self._taps, self._states, self._seen, self._first = network, taps, states, seen, first
         self._statistics: AcceptanceStats | None = None
         self.holds_head = network.borrows_head
         self.shared: SharedParts | None = None
@@ -219,6 +223,8 @@ class ByDrafter(Drafting):
 
     def source(self, control: DraftLengthPolicy, *args: Any, **named: Any) -> Proposer:
         self._statistics = control.acceptance
+        if self._first is not None:
+            control.acceptance.sources.setdefault(self.kind, Rate(self._first * WEIGHT))
         return super().source(control, *args, **named)
 
     def proposer(self, draw: Draw, state: TextState, hidden: HiddenKeeper | None) -> BlockProposer | None:

@@ -58,7 +58,9 @@ def save(folder: Path, net: Network, config: dict[str, Any], card: str) -> None:
     mx.save_safetensors(str(partial), weights, {"format": "mlx"})
     partial.replace(folder / "model.safetensors")
     (folder / "README.md").write_text(card, encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    partial = folder / "config.partial.json"
+    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / "config.json")
 
 
 def card(of: str, inputs: list[str], facts: dict[str, Any]) -> str:

@@ -50,7 +50,8 @@ class WorkFolder:
             return None
         try:
             found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            return {**found, "count": int(found["count"]), "texts": int(found["texts"])}
+            seconds = float(found.get("seconds", 0.0))
+            return {**found, "count": int(found["count"]), "texts": int(found["texts"]), "seconds": seconds}
         except (ValueError, TypeError, KeyError):
             raise UsageError(f"{printable(str(file))}: not written by this version; remove the folder") from None
 
@@ -80,7 +81,7 @@ class WorkFolder:
         """Removes the files of a training, and the folder if it holds nothing else."""
         for pattern in OWN:
             for file in self.path.glob(pattern):
-                file.unlink()
+                file.unlink(missing_ok=True)
         for folder in (self.states, self.path):
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
