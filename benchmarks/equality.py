@@ -101,9 +101,9 @@ def differences(
 
     0 % comes three times: with the head in memory, with that streamed as well, and last of all within the smallest
     budget that works, for which layers are streamed in parts. Each of all ``holdings`` computes a prompt in both ways,
-    each of fewer in one; nothing resident alone computes a prompt of two chunks, and a token.
+    each of fewer in one way a prompt of two chunks, and a token.
     """
-    chunks, steps = (CHUNKS[:2], STEPS[:1]) if holdings is NONE_RESIDENT else (CHUNKS, STEPS)
+    chunks, steps = (CHUNKS, STEPS) if holdings is HOLDINGS else (CHUNKS[:2], STEPS[:1])
     expected, chunked = resident_logits(folder, chunks, steps, dtype)
     if not chunked:
         chunks, steps = chunks[:1], steps[:1]

@@ -32,6 +32,7 @@ from outcore.calibration import first_use
 from outcore.disk.disk_probe import wrong_reads
 from outcore.machine import written
 from outcore.machine.allocator import AllocatorLimits, limits
+from outcore.plan.partition import cut_layer
 from rank_processes import RankProcesses, WaitingRanks
 
 WITH_RANKS = {
@@ -113,6 +114,8 @@ def wrong_reads_once(file: Path, io: str) -> Sequence[tuple[int, int, str]]:
 
 
 numbers = itertools.count()
+CUTS = 400
+"""More than two models' plans keep; thousands of them would be looked at by the garbage collector at each load."""
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +123,8 @@ def own_cache(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed copies go to a folder of the test's own, and nobody's configuration file changes what it sees."""
+    if cut_layer.cache_info().currsize > CUTS:
+        cut_layer.cache_clear()
     if "tmp_path" in request.fixturenames:
         cache = request.getfixturevalue("tmp_path") / "outcore-cache"
     else:  # no folder is made that is not needed
@@ -193,8 +198,11 @@ def _threads() -> list[str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def checkpoints_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
-    zoo.KEPT = tmp_path_factory.mktemp("zoo")
+def checkpoints_kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All processes of a run share them."""
+    base = tmp_path_factory.getbasetemp()
+    zoo.KEPT = (base.parent if hasattr(request.config, "workerinput") else base) / "zoo"
+    zoo.KEPT.mkdir(exist_ok=True)
 
 
 @pytest.fixture(scope="session")

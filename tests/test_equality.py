@@ -124,14 +124,14 @@ def test_a_head_in_many_slices(
     model_type: str, tied: bool, quantize: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(
-        zoo.CONFIGS, model_type, zoo.CONFIGS[model_type] | {"vocab_size": 20011, "tie_word_embeddings": tied}
+        zoo.CONFIGS, model_type, zoo.CONFIGS[model_type] | {"vocab_size": 10007, "tie_word_embeddings": tied}
     )
     folder = zoo.save_checkpoint(model_type, tmp_path / "model", quantize=quantize)
     found, (headless, _) = differences(folder, holdings=BRIEF)  # with the head in memory there is nothing to slice
     assert not found
     assert headless.streaming is not None and headless.plan.head_streamed
     slices = len(headless.streaming.layers.units) - len(headless.plan.parts)
-    assert slices > 4
+    assert slices > 2
     assert headless.metrics.misses == 0 and headless.metrics.rows_read > 0
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import inspect
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,7 +81,7 @@ def save_checkpoint(
 ) -> Path:
     """Write what ``mlx_lm.convert`` would have written for ``build(model_type, seed)``, and return the folder.
 
-    With ``KEPT`` it is made once and then copied, and MLX's random state goes on as if it had been made again.
+    With ``KEPT`` it is made once in a run and then copied, and MLX's random state goes on as if it had been made again.
 
     ``quantize`` has the ``bits``, ``group_size``, ``mode`` and ``global_scale``; as in mlx-lm, layers whose width the
     group size does not divide stay as they are, and models may want other bits for some layers. With ``shard_bytes``
@@ -88,24 +90,28 @@ def save_checkpoint(
     if KEPT is None:
         return _save(model_type, folder, seed, dtype, quantize, shard_bytes)
     key = repr((model_type, CONFIGS[model_type], seed, dtype, quantize, shard_bytes, mx.default_device()))
-    if key in _kept:
-        kept, draws = _kept[key]
-        for _ in range(draws):
+    kept = KEPT / hashlib.sha256(key.encode()).hexdigest()[:32]
+    if kept.exists():
+        for _ in range(int((kept / DRAWS).read_text())):
             mx.random.uniform()
     else:
-        kept, before = KEPT / str(len(_kept)), cast(Any, mx.random.state)[0]
-        _save(model_type, kept, seed, dtype, quantize, shard_bytes)
-        _kept[key] = kept, _draws(before, cast(Any, mx.random.state)[0])
+        made, before = Path(tempfile.mkdtemp(dir=KEPT)), cast(Any, mx.random.state)[0]
+        _save(model_type, made, seed, dtype, quantize, shard_bytes)
+        (made / DRAWS).write_text(str(_draws(before, cast(Any, mx.random.state)[0])))
+        with contextlib.suppress(OSError):  # another process was first
+            made.rename(kept)
     folder.mkdir(parents=True, exist_ok=True)
     for file in kept.iterdir():
-        shutil.copyfile(file, folder / file.name)
+        if file.name != DRAWS:
+            shutil.copyfile(file, folder / file.name)
     return folder
 
 
 KEPT: Path | None = None
-"""A folder for what ``save_checkpoint`` has made."""
+"""A folder for what ``save_checkpoint`` has made, in any process of a run."""
 
-_kept: dict[str, tuple[Path, int]] = {}
+DRAWS = "draws"
+"""A file beside a checkpoint: how often making it draws from MLX's random state."""
 
 
 def _draws(before: mx.array, after: mx.array) -> int:
