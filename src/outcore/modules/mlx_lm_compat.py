@@ -11,14 +11,27 @@ import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import _BaseCache as BaseCache
 
+from ..packages import modules
+
 __all__ = ["BaseCache", "classes_of", "set_window_index", "window_index"]
 
 
 def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    """Return the classes of a model and its arguments (``mlx_lm.utils._get_classes``)."""
+    """Return the classes of a model and its arguments (``mlx_lm.utils._get_classes``).
+
+    A type that mlx-lm lacks may be one of a package's (group ``model_types``): its function of this name returns None
+    for types that it does not know. Its models have mlx-lm's form: called with tokens and ``cache``, they return
+    logits; ``make_cache`` makes mlx-lm's caches or own ones derived from them.
+    """
     from mlx_lm import utils
 
-    return cast(tuple[type[nn.Module], type], utils._get_classes(config))
+    try:
+        return cast(tuple[type[nn.Module], type], utils._get_classes(config))
+    except ValueError:
+        for package in modules("model_types").values():
+            if (found := package.classes_of(config)) is not None:
+                return cast(tuple[type[nn.Module], type], found)
+        raise
 
 
 def window_index(cache: RotatingKVCache) -> int:

@@ -1,0 +1,146 @@
+"""mlx-vlm's types, streamed: the logits of a tiny random model of each equal mlx-vlm's own, bit for bit.
+
+    python benchmarks/vision_types.py [FOLDER ...] [--dtype float32] [--json FILE] [--keep DIR]
+
+For each model folder of mlx-vlm: whether a tiny checkpoint can be made here, and whether its logits (a prompt in two
+chunks, then single tokens) are those of mlx-vlm's language model, with a third of the layers in memory and within the
+smallest budget. mlx-vlm's are computed twice: by its language model, and from embeddings as its ``generate`` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+import _support  # noqa: F401
+import vision_zoo
+from equality import told_apart
+from outcore import load_model
+from outcore.machine.device import COMPUTE_DTYPES
+
+CHUNKS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [1, 2, 3]]
+STEPS = [21, 22, 23]
+
+
+def theirs(folder: Path, *, embedded: bool = False) -> list[mx.array]:
+    """The logits of mlx-vlm's language model: called with tokens, or with embeddings as in a prompt without images."""
+    import mlx_vlm.utils
+    from mlx_vlm.models.cache import make_prompt_cache as their_cache
+
+    model = mlx_vlm.utils.load_model(folder)
+    language = model.language_model
+    cache = their_cache(language)
+    prompt = mx.array([[t for ids in CHUNKS for t in ids]])
+    said: dict[str, Any] = {}
+    if embedded:
+        found = model.get_input_embeddings(prompt, None, mask=None)
+        said = {k: v for k, v in found.to_dict().items() if v is not None}
+    out, at = [], 0
+    for ids in [*CHUNKS, *([s] for s in STEPS)]:
+        given = dict(said) if at < prompt.shape[1] else {}
+        if "inputs_embeds" in given:
+            given["inputs_embeds"] = given["inputs_embeds"][:, at : at + len(ids)]
+        if embedded and at < prompt.shape[1]:
+            given["n_to_process"] = len(ids)
+        at += len(ids)
+        out.append(language(mx.array([ids]), cache=cache, **given).logits)
+        mx.eval(out[-1], [c.state for c in cache])
+    return out
+
+
+def ours(folder: Path, **options: Any) -> tuple[list[mx.array], Any]:
+    model, _ = load_model(folder, draft="none", context=64, prompt=16, **options)
+    with model.outcore as session:
+        cache, out = make_prompt_cache(model), []
+        for ids in [*CHUNKS, *([s] for s in STEPS)]:
+            out.append(model(mx.array([ids]), cache=cache))
+            mx.eval(out[-1], [c.state for c in cache])
+        return out, session
+
+
+def differs(got: list[mx.array], expected: list[mx.array]) -> str | None:
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        if a.shape != b.shape:
+            return f"call {i}: shape {a.shape}, not {b.shape}"
+        if not mx.array_equal(a, b, equal_nan=True).item():
+            return f"call {i}: by {mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max().item():.3g}"
+    return None
+
+
+def survey(kind: str, work: Path, dtype: str) -> dict[str, Any]:
+    """What one type does; ``failed`` names the first step that did not go, ``why`` says how."""
+    step, row = "built", dict[str, Any]()
+    try:
+        folder = vision_zoo.save_checkpoint(kind, work / kind, dtype=COMPUTE_DTYPES[dtype])
+        step = "mlx-vlm"
+        expected = theirs(folder)
+        row["told_apart"] = told_apart(expected)
+        step = "from embeddings"
+        try:
+            row["embedded"] = differs(theirs(folder, embedded=True), expected) or "equal"
+        except Exception as e:
+            row["embedded"] = f"{type(e).__name__}: {e}"[:200]
+        step = "opened"
+        found, session = ours(folder, memory="8GB", resident=0, head_resident=False)
+        layers, smallest = len(session.size.layers), session.plan.smallest_budget_bytes
+        row |= {
+            "layers": layers, "streamed": len(session.plan.streamed), "notes": list(session.notes),
+            "evaluates": session.profile.trace.evaluates, "head": session.plan.head_streamed,
+            "caches": sorted({f.kind for f in session.profile.trace.forms}),
+            "experts": sum(s.experts is not None for s in session.size.layers),
+        }  # fmt: skip
+        step = "none resident"
+        if (why := differs(found, expected)) is not None:
+            raise AssertionError(why)
+        step = "a third resident"
+        found, session = ours(folder, memory="8GB", resident=layers // 3)
+        if (why := differs(found, expected)) is not None:
+            raise AssertionError(why)
+        step = "smallest budget"
+        found, session = ours(folder, memory=smallest)
+        row["pools"] = len(session.plan.pools)
+        if (why := differs(found, expected)) is not None:
+            raise AssertionError(why)
+        row["equal"] = True
+    except Exception as e:
+        row |= {"equal": False, "failed": step, "why": f"{type(e).__name__}: {' '.join(str(e).split())}"[:300]}
+        row["trace"] = traceback.format_exc()[-1800:]
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", metavar="FOLDER")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as work:
+        os.environ.setdefault("OUTCORE_HOME", str(Path(work) / "home"))
+        for kind in arguments.folders or vision_zoo.folders():
+            began = time.monotonic()
+            rows[kind] = survey(kind, Path(work), arguments.dtype)
+            shutil.rmtree(Path(work) / kind, ignore_errors=True)
+            row = rows[kind]
+            what = "equal" if row["equal"] else f"{row['failed']}: {row['why']}"
+            more = f" embedded {row['embedded'][:60]}" if row.get("embedded", "equal") != "equal" else ""
+            odd = "" if row.get("told_apart", True) else " NOT TOLD APART"
+            print(f"{kind:28} {time.monotonic() - began:5.1f} s  {what[:200]}{more}{odd}", flush=True)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(rows, indent=1))
+    print(sum(r["equal"] for r in rows.values()), "of", len(rows), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Models of types that only mlx-vlm knows: their text, streamed as mlx-lm's models are."""

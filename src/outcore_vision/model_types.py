@@ -1,0 +1,47 @@
+"""Says which classes make a model of a type that mlx-lm lacks (the core's group ``model_types``).
+
+mlx-vlm is an extra and takes seconds to import, so this module imports it only when such a model is opened.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from outcore.errors import UnsupportedModelError
+
+from .names import FOLDERS, RENAMED
+
+NEEDS = "needs mlx-vlm: pip install 'outcore[vision]'"
+
+
+def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type] | None:
+    """Returns the classes of a model and of its arguments; None: mlx-vlm has no model of this type either.
+
+    Raises:
+        UnsupportedModelError: mlx-vlm has one, but is not installed or cannot be imported.
+    """
+    kind = str(config.get("model_type", "")).lower()
+    folder, models = RENAMED.get(kind, kind), _models()
+    if models is None:
+        if folder in FOLDERS:
+            raise UnsupportedModelError(f"model type {kind} {NEEDS}")
+        return None
+    if not folder.isidentifier() or not (models / folder / "__init__.py").exists():
+        return None
+    try:
+        from .text_model import text_classes
+
+        return text_classes(folder)
+    except ImportError as e:
+        raise UnsupportedModelError(f"model type {kind} {NEEDS} (what is installed fails: {e})") from e
+
+
+def _models() -> Path | None:
+    """Returns the folder of mlx-vlm's models without importing it; None: it is not installed."""
+    spec = importlib.util.find_spec("mlx_vlm")
+    where = None if spec is None else spec.submodule_search_locations
+    return Path(next(iter(where))) / "models" if where else None

@@ -1,0 +1,126 @@
+"""mlx-vlm's models as the engine wants them: called with tokens and caches, they return logits.
+
+A model keeps its paths in the module tree, but loses what its language model does not need: towers, projectors, heads
+for speech. Their weights are not read. Streaming then finds the layers in the tree as it does in mlx-lm's models.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_vlm.models.cache import make_prompt_cache
+
+from outcore.modules.layers import modules
+
+from .caches import as_mlx_lm, within
+from .switches import as_mlx_lm_switches
+
+# Parts that mlx-vlm's loader looks for in a configuration, and those whose classes change weights while loading.
+KINDS = ("text", "vision", "perceiver", "projector", "audio")
+CHANGE = {"VisionModel": "vision_config", "LanguageModel": "text_config", "AudioModel": "audio_config"}
+
+# Attributes outside of the module tree: all of the model and its configuration, until its weights are sanitized; and
+# how the names of weights that it does not need begin.
+WHOLE, GONE = "outcore_whole", "outcore_gone"
+
+
+class TextModel(nn.Module):
+    """Base class before mlx-vlm's ``Model``, whose ``language_model`` does the work. ``arch``: mlx-vlm's module."""
+
+    arch: ModuleType
+
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__(arguments.config)
+        self.__dict__[WHOLE] = self.arch.Model(arguments.config), arguments.config
+        self.__dict__[GONE] = tuple(_prune(self, self.language_model))
+
+    def __call__(self, inputs: mx.array, cache: Any = None, **kwargs: Any) -> mx.array:
+        language = self.language_model
+        if hasattr(language, "_rope_deltas"):
+            # mlx-vlm keeps the positions of the last prompt, which may have been another text's.
+            language._position_ids, language._rope_deltas = None, mx.zeros((inputs.shape[0], 1), mx.int32)
+        with within(cache):
+            return language(inputs, cache=cache, **kwargs).logits
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Changes weights as mlx-vlm's loader does, and leaves out those of parts that are gone."""
+        whole, config = self.__dict__.pop(WHOLE)
+        weights = whole.sanitize(weights) if hasattr(whole, "sanitize") else weights
+        for name, part in CHANGE.items():
+            made = getattr(self.arch, name, None)
+            if made is not None and hasattr(made, "sanitize") and hasattr(config, part):
+                weights = made(getattr(config, part)).sanitize(weights)
+        return {k: w for k, w in weights.items() if not k.startswith(self.__dict__[GONE])}
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> nn.Module:
+        as_mlx_lm_switches(self)  # quantizing has replaced modules before
+        return super().load_weights(*args, **kwargs)
+
+    def make_cache(self) -> list[Any]:
+        return [as_mlx_lm(made) for made in make_prompt_cache(self.language_model)]
+
+    @property
+    def layers(self) -> Any:
+        return self.language_model.layers
+
+
+class Arguments:
+    """The arguments of a ``TextModel``: mlx-vlm's configuration, made as its loader makes it."""
+
+    arch: ModuleType
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> Arguments:
+        said = copy.deepcopy(config)
+        said.setdefault("text_config", said.pop("llm_config", {}))
+        said.setdefault("vision_config", {})
+        said.setdefault("audio_config", {})
+        found = cls.arch.ModelConfig.from_dict(said)
+        for kind in KINDS:
+            name = f"{kind}_config"
+            if hasattr(found, name) and said.get(name) is not None:
+                setattr(found, name, getattr(cls.arch, f"{kind.title()}Config").from_dict(said[name]))
+        for key in ("quantization", "quantization_config"):
+            if "quantization" in config and getattr(found, key, None) is not None:
+                config[key] = getattr(found, key)  # mlx-lm's loader looks there
+        return cls(found)
+
+
+@cache
+def text_classes(folder: str) -> tuple[type[TextModel], type[Arguments]] | None:
+    """Returns the classes for the text of one of mlx-vlm's model folders; None: it has no model of that form."""
+    arch = importlib.import_module(f"mlx_vlm.models.{folder}")
+    if not hasattr(arch, "Model") or not hasattr(arch, "ModelConfig"):
+        return None
+    model = type("Model", (TextModel, arch.Model), {"__module__": arch.Model.__module__, "arch": arch})
+    return model, type("Arguments", (Arguments,), {"__module__": __name__, "arch": arch})
+
+
+def _prune(model: nn.Module, wanted: nn.Module, path: str = "") -> Iterator[str]:
+    """Removes modules that do not lead to the ``wanted`` one; yields how the names of their weights begin."""
+    for name, child in list(model.items()):
+        inside = _modules_in(child)
+        if child is wanted or not inside:
+            continue
+        if isinstance(child, nn.Module) and any(m is wanted for m in inside):
+            yield from _prune(child, wanted, f"{path}{name}.")
+        else:
+            dict.pop(model, name)
+            yield f"{path}{name}."
+
+
+def _modules_in(value: Any) -> list[nn.Module]:
+    if isinstance(value, nn.Module):
+        return modules(value)
+    inside = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+    return [m for each in inside for m in _modules_in(each)]

@@ -1,0 +1,49 @@
+"""Tiny random models of mlx-vlm's types, made of its own configuration classes; ``zoo`` has mlx-lm's."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+import zoo
+from outcore_vision.text_model import GONE, WHOLE, text_classes
+from vision_configs import config_of
+
+__all__ = ["config_of", "save_checkpoint"]
+
+
+def save_checkpoint(
+    folder_of_type: str, folder: Path, seed: int = 0, dtype: mx.Dtype = mx.float32, *, towers: bool = False
+) -> Path:
+    """Writes a checkpoint of one of mlx-vlm's model folders as it would write it; without ``towers`` only the language
+    model's weights: its loader then goes without the rest, if that is not mixed with it."""
+    config = config_of(folder_of_type)
+    classes = text_classes(folder_of_type)
+    assert classes is not None, "mlx-vlm's folder has no Model with a ModelConfig"
+    model: Any = classes[0](classes[1].from_dict(copy.deepcopy(config)))
+    pruned = model.__dict__[GONE]
+    model.eval()
+    if towers or any(path.count(".") > 1 for path in pruned):
+        model = model.__dict__[WHOLE][0]
+        model.eval()
+    zoo.make_weights(model, seed)
+    to_cast = getattr(model, "cast_predicate", lambda _: True)
+    weights = tree_flatten(model.parameters())
+    model.update(tree_unflatten([(k, v.astype(dtype)) for k, v in weights if v.dtype == mx.float32 and to_cast(k)]))
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder
+
+
+def folders() -> list[str]:
+    """mlx-vlm's model folders."""
+    import mlx_vlm.models
+
+    (where,) = mlx_vlm.models.__path__
+    return sorted(p.name for p in Path(where).iterdir() if (p / "__init__.py").exists())

@@ -1,0 +1,60 @@
+"""Models of types that only mlx-vlm knows: what is said without it, and their text streamed with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from outcore import CheckpointError, UnsupportedModelError, load_model
+from outcore_vision import model_types
+
+ROOT = Path(__file__).parents[1]
+
+
+def checkpoint(folder: Path, **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), {"a": mx.zeros((2, 2))})
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["klear", "llava-qwen2"])
+def test_without_mlx_vlm_the_error_names_the_extra(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_types, "_models", lambda: None)
+    with pytest.raises(UnsupportedModelError, match=rf"{kind} needs mlx-vlm: pip install 'outcore\[vision\]'"):
+        load_model(checkpoint(tmp_path / "model", model_type=kind))
+
+
+def test_types_that_neither_library_knows_are_told_as_before(tmp_path: Path) -> None:
+    for kind in ("no_such_type", "no/such"):
+        with pytest.raises(CheckpointError, match=f"Model type {kind} not supported"):
+            load_model(checkpoint(tmp_path / kind.replace("/", "-"), model_type=kind))
+
+
+def test_the_core_names_mlx_vlm_nowhere_and_does_not_import_it() -> None:
+    for file in (ROOT / "src" / "outcore").rglob("*.py"):
+        said = file.read_text(encoding="utf-8").lower()
+        assert "mlx_vlm" not in said and "mlx-vlm" not in said and "outcore_vision" not in said, file
+    code = "import sys, outcore.cli.main as m; m.main(['--help']); sys.exit('mlx_vlm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+TYPES = ["klear", "dots_ocr"]
+"""Experts, and a language model beside a tower."""
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_streamed_logits_equal_mlx_vlms(kind: str, tmp_path: Path) -> None:
+    """``benchmarks/vision_types.py`` runs all types so."""
+    pytest.importorskip("mlx_vlm", reason="needs the extra vision", exc_type=ImportError)
+    import vision_types
+
+    row = vision_types.survey(kind, tmp_path, "float32")
+    assert row["equal"], row
+    assert row["streamed"] == row["layers"] and row["told_apart"]
