@@ -4,7 +4,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import inspect
 import itertools
 import json
 import os
@@ -16,16 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm.models.base
 import mlx_lm.utils
 import pytest
 
 import kept_tokenizers
 import quick_compiler
+import quick_mlx_lm  # noqa: F401
 import quick_transformers
 import zoo
 from outcore.calibration import first_use
@@ -52,8 +50,6 @@ mx.set_memory_limit(LIMITS[0])
 mx.set_cache_limit(LIMITS[1])
 
 vars(mlx_lm.utils)["_load_tokenizer"] = kept_tokenizers.keeping(mlx_lm.utils._load_tokenizer)
-# mlx-lm looks at the signature of a model's arguments once for each key of a config.json: 7 % of a tiny model's test.
-mlx_lm.models.base.inspect = SimpleNamespace(signature=functools.cache(inspect.signature))  # type: ignore[attr-defined]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -85,8 +85,8 @@ def conversing(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 @pytest.fixture(scope="module")
 def quick(quick_models: Callable[..., Path], conversing: Callable[..., Path]) -> Path:
-    """A model that says something in a moment, not that it made sense: three layers, two of them recurrent."""
-    return conversing(quick_models(3))
+    """A model that says something in a moment, not that it made sense: a recurrent layer and one with attention."""
+    return conversing(quick_models(2))
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +102,9 @@ def plain_caches(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def ending(quick: Path, conversing: Callable[..., Path]) -> Path:
-    """As quick, and it is likely to say <|im_end|>, which ends an answer."""
-    folder = conversing(quick)
+def ending(quick_models: Callable[..., Path], conversing: Callable[..., Path]) -> Path:
+    """A model that is likely to say <|im_end|>, which ends an answer."""
+    folder = conversing(quick_models(3))
     weights: dict[str, mx.array] = mx.load(str(folder / "model.safetensors"))  # type: ignore[assignment]
     (embedding,) = (name for name in weights if name.endswith("embed_tokens.weight"))
     weights[embedding][END] *= 3.4
@@ -365,26 +365,13 @@ def typing(quick: Path) -> Iterator[Callable[..., Terminal]]:
         terminal.process.wait()
 
 
-def said(terminal: Terminal, end: str) -> list[str]:
-    """The messages of a chat that ends when this is typed."""
-    terminal.type(end)
-    assert terminal.end() == 0
-    return [turn["message"] for turn in json.loads(terminal.shown.strip().splitlines()[-1])["turns"]]
-
-
 def test_lines_are_pasted_continued_typed_during_an_answer_and_kept_for_the_next_run(
     typing: Any, tmp_path: Path
 ) -> None:
     """And Ctrl-C stops an answer, at the prompt it ends the chat, and the terminal is left as it was."""
-    terminal = typing("-m", "2")
-    # Pasted lines are one message, and a message can have several lines.
-    for text in (PASTE.format("def f(x):\n    return x") + "\r", "a\\\rb\r", "c\x1b\rd\r", "one\r"):
-        terminal.type(text)
-        terminal.wait_for("in the conversation")
-    assert said(terminal, "/bye\r") == ["def f(x):\n    return x", "a\nb", "c\nd", "one"]
-    # Nobody else may read it.
     history = cache_dir() / "chat-history"
-    assert history.stat().st_mode & 0o777 == 0o600
+    history.parent.mkdir(parents=True, exist_ok=True)
+    history.write_text("\n# the run before\n+before\n\n# the run before\n+/bye\n")
     terminal = typing("-m", "240")
     terminal.type("\x1b[A\x1b[A\r")  # up, beyond /bye
     for number in range(2):
@@ -400,8 +387,17 @@ def test_lines_are_pasted_continued_typed_during_an_answer_and_kept_for_the_next
         terminal.wait_for("stopped")
         assert "first line" not in terminal.before and "typed" not in terminal.before
     terminal.wait_for(">")
+    terminal.type("/set max-tokens 2\r")
+    terminal.wait_for("max-tokens 2")
+    # Pasted lines are one message, and a message can have several lines.
+    for text in (PASTE.format("def f(x):\n    return x") + "\r", "a\\\rb\r", "c\x1b\rd\r", "one\r"):
+        terminal.type(text)
+        terminal.wait_for("in the conversation")
+    assert history.stat().st_mode & 0o777 == 0o600, "nobody else may read it"
+    assert history.read_text().endswith("+one\n")
+    terminal.wait_for(">")
     terminal.type(f"/save {tmp_path / 'c.json'}\r")
-    terminal.wait_for("2 turns")
+    terminal.wait_for("6 turns")
     terminal.wait_for(">")
     terminal.process.send_signal(signal.SIGINT)
     terminal.wait_for("Ctrl-C again, Ctrl-D or /exit leaves")
@@ -413,7 +409,8 @@ def test_lines_are_pasted_continued_typed_during_an_answer_and_kept_for_the_next
     os.close(fd)
     assert after[3] & termios.ECHO and after[3] & termios.ICANON and after[0] & termios.ICRNL
     turns = json.loads((tmp_path / "c.json").read_text())["turns"]
-    assert [turn["message"] for turn in turns] == ["one", "first line\nsecond line"]
+    pasted = ["def f(x):\n    return x", "a\nb", "c\nd", "one"]
+    assert [turn["message"] for turn in turns] == ["before", "first line\nsecond line", *pasted]
     assert main(["cache", "clear", "--yes"]) == 0 and history.exists()
 
 
@@ -488,12 +485,9 @@ def spoken(monkeypatch: pytest.MonkeyPatch, capsys: Any, quick: Path) -> Spoken:
     return Spoken(monkeypatch, capsys, quick)
 
 
-@pytest.mark.parametrize("flags", [[], ["--temp", "1", "--seed", "7"]])
-def test_a_conversation_that_was_loaded_goes_on_as_if_it_had_never_been_left(
-    flags: list[str], spoken: Spoken, tmp_path: Path
-) -> None:
+def test_a_conversation_that_was_loaded_goes_on_as_if_it_had_never_been_left(spoken: Spoken, tmp_path: Path) -> None:
     file = tmp_path / "c.json"
-    options = ["-m", "4", *STREAMED, *flags]
+    options = ["-m", "4", *STREAMED, "--temp", "1", "--seed", "7"]
     whole, _ = spoken(["def f(x):", "def g(x):", f"/save {file}", "class A:"], *options)
     assert file.stat().st_mode & 0o777 == 0o600 and [p.name for p in tmp_path.glob("*c.json*")] == ["c.json"]
     again, err = spoken(["something else", f"/load {file}", "class A:", f"/save {file}"], *options)
@@ -702,7 +696,7 @@ def session_of(
     return [turn["tokens"] for turn in record["turns"]], err
 
 
-@pytest.mark.parametrize("lost", [None, "damaged", "gone"])
+@pytest.mark.parametrize("lost", [None, "damaged"])
 def test_a_session_goes_on_after_a_restart(
     quick: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lost: str | None
 ) -> None:
@@ -716,8 +710,6 @@ def test_a_session_goes_on_after_a_restart(
         data = bytearray(kept.read_bytes())
         data[len(data) // 2] ^= 4
         kept.write_bytes(data)
-    elif lost == "gone":
-        kept.unlink()
     second, err = session_of(capsys, monkeypatch, quick, MESSAGES[2])
     assert [*first, *second] == whole
     assert ("its cache was loaded too" in err) == (lost is None)
@@ -726,9 +718,9 @@ def test_a_session_goes_on_after_a_restart(
     assert now != kept, "one file a conversation"
 
 
-@pytest.mark.parametrize(("before", "after"), [("16", "16"), ("16", "64"), ("64", None), (None, "16")])
+@pytest.mark.parametrize(("before", "after"), [("16", "16"), ("16", "64"), (None, "16")])
 def test_a_session_has_the_window_that_it_is_resumed_with(
-    before: str | None, after: str | None, plain_caches: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+    before: str | None, after: str, plain_caches: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     """What was kept of another window is computed anew, as where nothing was kept."""
 

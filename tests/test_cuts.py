@@ -30,6 +30,11 @@ def test_layers_that_share_what_they_keep_are_one_group(model_type: str) -> None
     assert found.refusal is None and list(found.groups) == GROUPS[model_type]
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v41", "iquestloopcoder", "kimi_k3"])
+def test_a_model_that_cannot_be_cut(model_type: str) -> None:
+    assert cuts(model_type).refusal
+
+
 def test_what_a_layer_puts_out_and_uses() -> None:
     found = cuts("llama")
     call = found.calls[2]

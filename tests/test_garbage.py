@@ -25,7 +25,7 @@ from outcore.disk import reader
 from outcore.errors import BudgetError, PromptError, ReadError
 
 Act = Callable[[Any, Any], None]
-OPTIONS: dict[str, Any] = {"context": 32, "draft": "none", "kv_disk": "off", "govern": False}
+OPTIONS: dict[str, Any] = {"context": 12, "draft": "none", "kv_disk": "off", "govern": False}
 
 
 class Fourth:
@@ -45,17 +45,17 @@ def fails() -> None:
     raise ValueError("this sampler fails")
 
 
-def answer(model: Any, tokenizer: Any, tokens: int = 8, prompt: Any = "hi there", **options: Any) -> None:
+def answer(model: Any, tokenizer: Any, tokens: int = 5, prompt: Any = "hi there", **options: Any) -> None:
     for _ in stream_generate(model, tokenizer, prompt, max_tokens=tokens, **options):
         pass
 
 
 def one_that_outgrows_its_plan(model: Any, tokenizer: Any) -> None:
-    answer(model, tokenizer, 40)
+    answer(model, tokenizer, 16)
 
 
 def one_that_is_closed(model: Any, tokenizer: Any) -> None:
-    responses = stream_generate(model, tokenizer, "hi there", max_tokens=8)
+    responses = stream_generate(model, tokenizer, "hi there", max_tokens=5)
     next(responses)
     next(responses)
     responses.close()  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ def one_in_a_cache_of_its_callers(model: Any, tokenizer: Any) -> None:
 
 
 def two_that_share_passes(model: Any, tokenizer: Any, **options: Any) -> None:
-    batch_generate(model, tokenizer, [tokenizer.encode("hi there"), tokenizer.encode("x")], max_tokens=6, **options)
+    batch_generate(model, tokenizer, [tokenizer.encode("hi there"), tokenizer.encode("x")], max_tokens=5, **options)
 
 
 def two_whose_sampler_fails(model: Any, tokenizer: Any) -> None:
@@ -125,7 +125,7 @@ def smallest(folder: Path) -> int:
 
 @pytest.mark.parametrize("kind", ["streamed", "resident"])
 def test_answers_leave_nothing_for_the_collector(kind: str, quick_models: Callable[..., Path]) -> None:
-    folder = quick_models(3)
+    folder = quick_models(2)
     memory = smallest(folder) * 21 // 20 if kind == "streamed" else 300_000_000
     model, tokenizer = load(str(folder), memory=memory, **OPTIONS)
     assert bool(model.outcore.plan.streams) == (kind == "streamed")
@@ -159,7 +159,7 @@ def test_a_closed_model_is_gone_when_the_next_is_loaded(quick_models: Callable[.
     gc.disable()
     try:
         for _ in range(4):
-            model, tokenizer = load(str(quick_models(3)), memory=300_000_000, **OPTIONS)
+            model, tokenizer = load(str(quick_models(2)), memory=300_000_000, **OPTIONS)
             answer(model, tokenizer, 2)
             model.outcore.close()
             after.append(mx.get_active_memory() - before)

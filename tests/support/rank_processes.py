@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -125,11 +127,16 @@ def _worker(rank: int, peers: dict[int, Connection], jobs: Connection, env: dict
     os.environ.update(env)
     faulthandler.enable(all_threads=True)
     link: Link = PipeLink(PipeLetters(rank, peers), rank)
+    imported = 0
     while True:
         try:
             work, args = jobs.recv()
         except EOFError:
             return
+        if len(sys.modules) > imported:  # each load looks for garbage, and imports are none of it
+            imported = len(sys.modules)
+            gc.collect()
+            gc.freeze()
         try:
             jobs.send((True, work(link, *args)))
         except BaseException:

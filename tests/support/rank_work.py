@@ -22,6 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
 import outcore_cluster.sharing
+import quick_mlx_lm  # noqa: F401
 from outcore.cli.main import main
 from outcore.decode import one_text, text_drafts
 from outcore.decode.model_runner import ModelRunner
@@ -123,7 +124,7 @@ def on_known_machine(link: Link, folder: Path, **options: Any) -> Any:
 
 
 def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, float]:
-    """Tokens of a chunk that a prompt of 500 was computed in, and seconds to the first token that were foreseen."""
+    """Tokens of a chunk that a prompt of 200 was computed in, and seconds to the first token that were foreseen."""
     used: list[int] = []
     prompting = ModelRunner.prompting
 
@@ -131,13 +132,13 @@ def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, fl
         used.append(step)
         return prompting(self, ids, step, *more)
 
-    own = {"context": 600, "prompt": 500, "in_turn": False}
+    own = {"context": 220, "prompt": 200, "in_turn": False}
     model = on_known_machine(link, folder, **(own | options))
     with model.outcore as session:
         assert session.transport.forecast is not None
         ModelRunner.prompting = noted  # type: ignore[method-assign, assignment]
         try:
-            ids = [n % 90 for n in range(500)]
+            ids = [n % 90 for n in range(200)]
             list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=1))
         finally:
             ModelRunner.prompting = prompting  # type: ignore[method-assign]
