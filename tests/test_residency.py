@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,15 +49,26 @@ def mlx_lms(folder: Path, prompt: list[int], tokens: int, **options: Any) -> lis
 
 def budget(folder: Path, share: float, **options: Any) -> int:
     """What a share of the layers takes beside the least that the model runs with; 1 is all in memory."""
-    least = prepare(folder, memory=1, least=True, **options).planning.smallest
-    whole = resident_budget(prepare(folder, memory="1GB", **options).profile.size)
-    return round(least + share * (whole - least))
+    least = smallest(folder, **options)
+    return round(least + share * (largest(folder, **options) - least)) if share else least
 
 
-def tokens_with(model: Any, tokenizer: Any, at: dict[int, Callable[[Session], object]]) -> list[int]:
+@functools.cache
+def smallest(folder: Path, **options: Any) -> int:
+    return prepare(folder, memory=1, least=True, **options).planning.smallest
+
+
+@functools.cache
+def largest(folder: Path, **options: Any) -> int:
+    return resident_budget(prepare(folder, memory="1GB", **options).profile.size)
+
+
+def tokens_with(
+    model: Any, tokenizer: Any, at: dict[int, Callable[[Session], object]], tokens: int = TOKENS
+) -> list[int]:
     """Generate, and do something to the session after some of the tokens."""
     found = []
-    for n, r in enumerate(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=TOKENS)):
+    for n, r in enumerate(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=tokens)):
         found.append(r.token)
         if n in at:
             at[n](model.outcore)
@@ -159,8 +171,8 @@ def test_slots_shrink_while_it_runs_and_layers_come_back_through_them(
             assert residency.layers.widen() and not residency.layers.widen()
             assert len(session.plan.resident) == 2
 
-        after = {2: shrink, 4: lambda s: s.residency.layers.regrow(2), 8: widen}
-        assert tokens_with(model, tokenizer, after) == expected
+        after = {1: shrink, 2: lambda s: s.residency.layers.regrow(2), 5: widen}
+        assert tokens_with(model, tokenizer, after, 7) == expected[:7]
         assert session.metrics.misses == 0
         assert 0 < freed[0] <= freed[1] and freed[2] >= 0.9 * freed[0]
         assert (session.plan.slots, session.plan.slot_bytes) == (before.slots, before.slot_bytes)
@@ -222,10 +234,10 @@ def test_a_text_longer_than_was_reserved_takes_the_place_of_layers(folder: Path,
         late = prepare(folder, memory=memory, priority="context", **options).plan
         assert len(late.resident) < len(session.plan.resident), "less reserved, more resident"
         mx.reset_peak_memory()
-        session.size = session.size.at_context(12)
-        session.plan = replace(session.plan, context=12)  # as if next to nothing had been reserved
-        assert tokens_with(model, tokenizer, {}) == expected
-        assert session.plan.context >= len(PROMPT) + TOKENS - 1
+        session.size = session.size.at_context(8)
+        session.plan = replace(session.plan, context=8)  # as if next to nothing had been reserved
+        assert tokens_with(model, tokenizer, {}, 7) == expected[:7]
+        assert session.plan.context >= len(PROMPT) + 7 - 1
         assert mx.get_peak_memory() + mx.get_cache_memory() - others <= memory
         with pytest.raises(PromptError, match="context="):
             list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=10_000_000))
@@ -247,8 +259,7 @@ def test_another_budget_is_kept_to_from_then_on(folder: Path, expected: list[int
             assert session.plan.budget_bytes == memory and session.plan.peak_bytes <= memory
             assert_streams_as_planned(session)
             mx.reset_peak_memory()
-            text = outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=6)
-            assert [r.token for r in text] == expected[:6]
+            assert tokens_with(model, tokenizer, {}, 3) == expected[:3]
             assert mx.get_peak_memory() - others <= memory
             session.residency.layers.note_arrivals()
             assert len(session.plan.resident) < residents or memory == more
@@ -401,7 +412,7 @@ def test_the_watch_sheds_when_memory_is_short_and_regrows_when_there_is_room(fol
         def shortage(_: Session) -> None:
             room.available = 15_000_000
 
-        assert tokens_with(model, tokenizer, {5: shortage}) == expected
+        assert tokens_with(model, tokenizer, {2: shortage}, 7) == expected[:7]
         assert any(n < 0 for _, n in watch.moves) and not session.plan.resident, "layers of 2 MB: all that there are"
         assert any("shed" in note for note in session.notes)
         room.available = 500_000_000
@@ -410,10 +421,12 @@ def test_the_watch_sheds_when_memory_is_short_and_regrows_when_there_is_room(fol
         for _ in range(12):
             room.now += 40
             list(outcore.stream_generate(model, tokenizer, [7], max_tokens=2))
+            if session.plan.resident:
+                break
         assert any(n > 0 for _, n in watch.moves)
         assert session.plan.resident
         room.now += 100
-        assert tokens_with(model, tokenizer, {}) == expected
+        assert tokens_with(model, tokenizer, {}, 4) == expected[:4]
 
 
 def test_layers_that_a_longer_text_put_out_do_not_come_back_beyond_the_budget(folder: Path) -> None:
@@ -581,8 +594,8 @@ def test_a_ring_that_could_not_be_made_is_made_at_the_next_use(
     with model.outcore as session:
         for direct in (False, True):
             responses = outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=TOKENS)
-            said = [next(responses).token for _ in range(4)]
-            assert said == expected[:4]
+            said = [next(responses).token for _ in range(2)]
+            assert said == expected[:2]
             usual = reader.open_file
             monkeypatch.setattr(reader, "open_file", broken)
             with pytest.raises(OSError, match="Too many"):
@@ -598,4 +611,4 @@ def test_a_ring_that_could_not_be_made_is_made_at_the_next_use(
             monkeypatch.setattr(reader, "open_file", usual)
             if direct:
                 assert model(mx.array([[5]])).shape[:2] == (1, 1)
-            assert tokens_with(model, tokenizer, {}) == expected
+            assert tokens_with(model, tokenizer, {}, 4) == expected[:4]

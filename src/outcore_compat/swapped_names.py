@@ -7,7 +7,7 @@ name that *is* the function is set to the replacement, and later set back.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +29,7 @@ class SwappedNames:
         """Puts the replacements in place, also in modules that were loaded since. Safe to call twice."""
         if self._own is None:
             known = {id(new) for _, new in self._pairs}
-            self._own = {(module, name) for module, _, name, value in self._names() if id(value) in known}
+            self._own = {(module, name) for module, _, name, _ in self._names(known)}
         self._exchange({id(original): new for original, new in self._pairs})
 
     def give_back(self) -> None:
@@ -38,16 +38,19 @@ class SwappedNames:
         self._own = None
 
     def _exchange(self, instead: Mapping[int, object]) -> None:
-        for module, names, name, value in self._names():
-            if id(value) in instead and (module, name) not in (self._own or ()):
+        for module, names, name, value in self._names(instead.keys()):
+            if (module, name) not in (self._own or ()):
                 names[name] = instead[id(value)]
 
-    def _names(self) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-        """Yields each module's name and namespace, with a name and a value in it."""
+    def _names(self, wanted: Set[int]) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+        """Yields each module's name and namespace, with a name in it and its value, whose identity is wanted."""
         for module, loaded in list(sys.modules.items()):
             own = module.partition(".")[0].partition("_")[0] == self._except_in
             if isinstance(loaded, ModuleType) and not own:
                 # Not getattr: some modules make attributes on demand.
                 names: dict[str, Any] = object.__getattribute__(loaded, "__dict__")
-                for name, value in list(names.items()):
-                    yield module, names, name, value
+                # Most have none: a look at all values at once takes a tenth of one at each name.
+                if not wanted.isdisjoint(map(id, list(names.values()))):
+                    yield from (
+                        (module, names, name, value) for name, value in list(names.items()) if id(value) in wanted
+                    )

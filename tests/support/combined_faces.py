@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -33,7 +34,7 @@ from outcore_compat.mlx_lm import apply_patch
 
 LARGE = "2GB"
 PREFIX = ("prefix_cold", "prefix_warm", "prefix_restart")
-BLOCK = 16
+BLOCK = 8
 """Tokens of a block of the prefix cache, here: what 512 take is the same, and longer."""
 
 
@@ -60,13 +61,23 @@ class Place:
     def texts(self) -> list[Text]:
         """What is asked."""
         case = self.case
-        length = BLOCK + 10 if case.context in PREFIX else 264 if case.context == "kv_disk" else 24
-        tokens = 6 if exact(case) else 10
-        alone = case.face in ("generate", "patch") and case.context in PREFIX and exact(case)
+        length = (
+            BLOCK + 10
+            if case.context in PREFIX
+            else 264
+            if case.context == "kv_disk"
+            else 24
+            if case.context == "rotating"
+            else 14
+        )
+        tokens = 5 if exact(case) else 10
+        # Asked before what counts, the text is its own neighbour.
+        again = case.context in PREFIX or case.disturbance != "none"
+        alone = case.face in ("generate", "patch") and again and exact(case)
         alone |= case.context == "kv_disk"
         count = {"batch": 3, "ranks": 1}.get(case.face, 1 if alone else 2)
         if case.face == "session":
-            more = [Text(prompt_of(9, salt), tokens, True) for salt in (1, 2)]
+            more = [Text(prompt_of(9, salt), tokens, True) for salt in ((1,) if case.disturbance == "none" else (1, 2))]
             return [Text(prompt_of(length, 0), tokens, True), *more]
         # A client who is alone at last is drafted for.
         longer = 6 if case.face == "server" else 0
@@ -80,11 +91,14 @@ class Place:
             settings = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 8}
         elif case.context == "rotating":
             settings = {"max_kv_size": 20}
-        step = BLOCK if case.context in PREFIX else 64 if case.context == "kv_disk" else 16
+        step = 64 if case.context == "kv_disk" else 8
         return How(settings, step, case.sampling)
 
     def options(self, **more: Any) -> dict[str, Any]:
         """Arguments of ``outcore.load``; ``more``: those of a rank, whose smallest budget is its own."""
+        return self._options(**more) if more else dict(planned(self))
+
+    def _options(self, **more: Any) -> dict[str, Any]:
         case, texts = self.case, self.texts()
         prompt = max(len(t.prompt) for t in texts)
         options: dict[str, Any] = {
@@ -128,6 +142,12 @@ class Place:
         if self.case.draft == "mtp":
             return f"mtp:{self.shelf.head(kind)}" if kind not in ("dense", "sliding") else "mtp"
         return {"copy": "self:4", "self": "self:2"}.get(self.case.draft, self.case.draft)
+
+
+@functools.cache
+def planned(place: Place) -> dict[str, Any]:
+    """Its options: a plan for the smallest budget takes a third of a load."""
+    return place._options()
 
 
 def prompt_of(length: int, salt: int) -> tuple[int, ...]:

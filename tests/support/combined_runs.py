@@ -266,12 +266,12 @@ def always_drafting(one_by_one: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def small_blocks() -> Iterator[None]:
+def small_blocks(tokens: int = BLOCK) -> Iterator[None]:
     """Few tokens fill a block of the prefix cache, and tiny models' states are kept behind so few."""
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith(("outcore.", "outcore_prefix.")) and "GRID" in vars(module):
-                stack.enter_context(patch.object(module, "GRID", BLOCK))
+                stack.enter_context(patch.object(module, "GRID", tokens))
         stack.enter_context(patch.object(prompts, "STATE_SHARE", 1e6))
         yield
 
