@@ -44,13 +44,13 @@ AGAIN = [7, 8, 9, 10, 11, 12] * 4
 
 JOINING: dict[int, list[tuple[int, list[int], int, int | None]]] = {
     0: [(0, rank_work.PROMPT[:20], 6, None)],
-    2: [(1, [3, 4, 5], 4, 5), (2, AGAIN, 9, None)],
+    2: [(1, [3, 4, 5], 4, 5), (2, AGAIN, 7, None)],
     3: [(3, [9] * 20, 30, None)],
     # The first ones have ended by then, or are about to.
     8: [(4, [1, 2], 4, 11)],
     # By then all have, and nobody asks for a while; the next one has drafts, which another ends in the middle.
-    40: [(5, AGAIN, 16, None)],
-    44: [(6, [5, 6], 3, None)],
+    20: [(5, AGAIN, 16, None)],
+    24: [(6, [5, 6], 3, None)],
 }
 LEAVING = {6: [3]}
 
@@ -67,7 +67,7 @@ def test_texts_are_those_of_one_rank_whoever_comes_and_goes(
     folder = zoo.save_checkpoint(model_type, tmp_path)
     expected = rank_work.sequences(None, folder, JOINING, LEAVING, resident=0)["tokens"]
     expected.pop(3, None)
-    assert {uid: len(tokens) for uid, tokens in expected.items()} == {0: 6, 1: 4, 2: 9, 4: 4, 5: 16, 6: 3}
+    assert {uid: len(tokens) for uid, tokens in expected.items()} == {0: 6, 1: 4, 2: 7, 4: 4, 5: 16, 6: 3}
     for options in WAYS[model_type]:
         first, other = two.run(rank_work.sequences_with_options, folder, JOINING, LEAVING, options)
         left = first["tokens"].pop(3, [])
@@ -112,10 +112,10 @@ def test_a_sequence_joins_when_all_ranks_have_room(two: RankProcesses, llama: Pa
 def test_a_text_that_outgrows_memory_waits_or_ends_on_all_ranks_and_changes_no_text(
     two: RankProcesses, llama: Path
 ) -> None:
-    joining: dict[int, Any] = {0: [(0, [3, 4, 5] * 10, 140, None)], 5: [(1, [7] * 20, 100, None), (2, [8] * 9, 40, 5)]}
+    joining: dict[int, Any] = {0: [(0, [3, 4, 5] * 4, 70, None)], 5: [(1, [7] * 9, 50, None), (2, [8] * 9, 20, 5)]}
     expected = rank_work.sequences(None, llama, joining, {}, resident=0)["tokens"]
-    options: dict[str, Any] = {"resident": 0, "draft": "ngram", "context": 48, "prompt": 32}
-    options["memory"] = max(two.run(rank_work.smallest, llama, options)) + 40_000
+    options: dict[str, Any] = {"resident": 0, "draft": "ngram", "context": 24, "prompt": 16}
+    options["memory"] = max(two.run(rank_work.smallest, llama, options)) + 15_000
     first, other = two.run(rank_work.sequences_with_options, llama, joining, {}, options)
     assert first["most"] == 3 and first["full"] and not first["failed"] and not other["running"]
     for uid, tokens in first["tokens"].items():
