@@ -19,6 +19,7 @@ import pytest
 from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
+    RotatingKVCache,
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
@@ -35,14 +36,31 @@ from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, Usag
 from outcore.modules.cache_check import check_cache
 from outcore.modules.hooks import flat
 from outcore.options import LoadOptions
+from outcore_kv import cache_store
 from outcore_kv.cache_store import Offloaded
 from outcore_kv.scratch import Scratch
 from stand_ins import Oracle, TokensOnly
 
-TOKENS = 300
+BLOCK = 64
+"""Tokens of a block in these tests, but for one: mlx-lm's caches grow by four times as many."""
+
+TOKENS = 75
 """Of a prompt: more than a block, and not whole blocks."""
 
 Answer = list[tuple[int, mx.array]]
+
+
+def blocks_of(tokens: int, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cache_store, "TOKENS", tokens)
+    patch.setattr(KVCache, "step", tokens)
+    patch.setattr(QuantizedKVCache, "step", tokens)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_blocks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        blocks_of(BLOCK, patch)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +81,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def opened(folder: Path, kv_disk: str = "on", **options: Any) -> Iterator[Any]:
-    chosen = {"memory": "2GB", "resident": 0, "slots": 2, "context": TOKENS + 60, "draft": "none"} | options
+    chosen = {"memory": "2GB", "resident": 0, "slots": 2, "context": TOKENS + 20, "draft": "none"} | options
     model, _ = outcore.load_model(folder, kv_disk=kv_disk, **chosen)
     with model.outcore:
         yield model
@@ -79,7 +97,7 @@ def answer(model: Any, cache: list[Any], prompt: mx.array, tokens: int = 3, **op
         prompt,
         model,
         max_tokens=tokens,
-        prefill_step_size=options.pop("prefill_step_size", 160),
+        prefill_step_size=options.pop("prefill_step_size", 48),
         prompt_cache=cache,
         **options,
     )
@@ -119,15 +137,15 @@ def plain_texts(folder: Path) -> list[Answer]:
     return three_texts(folder, "off")
 
 
-def three_texts(folder: Path, kv_disk: str, **options: Any) -> list[Answer]:
-    """A prompt, another one behind it, and a third after some was taken back."""
+def three_texts(folder: Path, kv_disk: str, tokens: int = TOKENS, back: int = 25, **options: Any) -> list[Answer]:
+    """A prompt, another one behind it, and a third after some was taken back, of a block too."""
     load = {k: options.pop(k) for k in ("resident", "memory", "io", "head_resident") if k in options}
     with opened(folder, kv_disk, **load) as model:
         cache = make_prompt_cache(model)
-        found = [answer(model, cache, ids(TOKENS), **options), answer(model, cache, ids(9, 400), 2, **options)]
+        found = [answer(model, cache, ids(tokens), **options), answer(model, cache, ids(9, 400), 2, **options)]
         assert (on_disk(cache) > 0) == (kv_disk == "on" and model.outcore.plan.kv_slot > 0)
-        if trim_prompt_cache(cache, 60):
-            found.append(answer(model, cache, ids(30, 500), 2, **options))
+        if trim_prompt_cache(cache, back):
+            found.append(answer(model, cache, ids(9, 500), 2, **options))
         return found
 
 
@@ -140,6 +158,13 @@ def test_bits_are_those_of_keys_and_values_in_memory(model_type: str, tmp_path: 
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
     a, b = three_texts(folder, "off"), three_texts(folder, "on")
     assert len(a) == len(b) and all(map(equal, a, b))
+
+
+def test_bits_of_blocks_that_are_as_long_as_mlx_lms(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = RotatingKVCache.step  # no other's, here
+    blocks_of(step, monkeypatch)
+    options: dict[str, Any] = {"tokens": step + 9, "back": 20, "prefill_step_size": 160}
+    assert all(map(equal, three_texts(full, "off", **options), three_texts(full, "on", **options)))
 
 
 def test_bits_of_quantized_keys_and_values(full: Path) -> None:
@@ -171,18 +196,18 @@ def test_each_token_reads_whole_blocks_of_all_its_layers_once(full: Path, monkey
         each = sum(n for _, n in model.outcore.size.kept_apart)
         # Some of the first pass's were read ahead before, and some of the next one's may be there, too; a read that
         # was cut short is counted again.
-        assert 3 * 256 * each <= sum(read) <= 6 * 256 * each
+        assert 3 * BLOCK * each <= sum(read) <= 6 * BLOCK * each
 
 
-@pytest.mark.parametrize("start", [TOKENS + 1, TOKENS + 40])
+@pytest.mark.parametrize("start", [TOKENS + 1, TOKENS + 10])
 def test_bits_of_caches_that_are_quantized_between_tokens_and_chunks(full: Path, start: int) -> None:
     def texts(where: str) -> list[Answer]:
-        options: dict[str, Any] = {"kv": KvBits(8, 32, start, MLX_LM_STEP), "prefill_step_size": 128}
+        options: dict[str, Any] = {"kv": KvBits(8, 32, start, MLX_LM_STEP), "prefill_step_size": 32}
         with opened(full, where) as model:
             cache, quantized = make_prompt_cache(model), []
             found = [answer(model, cache, ids(TOKENS), **options)]
             quantized.append(isinstance(cache[0], QuantizedKVCache))
-            found.append(answer(model, cache, ids(150, 77), 2, **options))
+            found.append(answer(model, cache, ids(38, 77), 2, **options))
             quantized.append(isinstance(cache[0], QuantizedKVCache))
             assert quantized == [start < TOKENS + 3, True] and on_disk(cache) == (len(cache) if where == "on" else 0)
             return found
@@ -198,7 +223,7 @@ def test_without_its_package_keys_and_values_stay_in_memory(full: Path, monkeypa
         assert not model.outcore.plan.kv_slot
 
 
-@pytest.mark.parametrize(("first", "kept_tokens", "then"), [(TOKENS, 100, 200), (257, 257, 6)])
+@pytest.mark.parametrize(("first", "kept_tokens", "then"), [(TOKENS, 25, 50), (BLOCK + 1, BLOCK + 1, 6)])
 def test_tokens_taken_back_of_the_only_layer_on_disk(full: Path, first: int, kept_tokens: int, then: int) -> None:
     """What was read ahead for it is what others have taken the place of."""
 
@@ -222,7 +247,7 @@ def test_drafts_are_verified_against_keys_and_values_on_disk(
 ) -> None:
     """Of a model with a recurrent layer, too. Of each three drafted tokens one is wrong."""
 
-    prompt: Any = ids(260).tolist()
+    prompt: Any = ids(BLOCK + 2).tolist()
 
     def text(**options: Any) -> list[int]:
         model, _ = outcore.load_model(quick_models(2), memory="1GB", resident=0, slots=2, govern=False, **options)
@@ -252,7 +277,7 @@ def in_memory(full: Path) -> list[Answer]:
     """Three answers, one after the other, with keys and values in memory."""
     with opened(full, "off") as model:
         cache = make_prompt_cache(model)
-        return [answer(model, cache, ids(TOKENS)), answer(model, cache, ids(250, 7)), answer(model, cache, ids(2))]
+        return [answer(model, cache, ids(TOKENS)), answer(model, cache, ids(62, 7)), answer(model, cache, ids(2))]
 
 
 @kept
@@ -280,7 +305,7 @@ def test_after_an_exception_in_the_middle_of_a_pass_caches_are_what_they_were(
 
         found = [] if prompt else [answer(model, cache, ids(TOKENS))]
         model.outcore.streaming.after_unit.append(break_off)
-        for piece in [ids(TOKENS), ids(250, 7), ids(2)][len(found) :]:
+        for piece in [ids(TOKENS), ids(62, 7), ids(2)][len(found) :]:
             left[0] = at
             try:
                 found.append(answer(model, cache, piece))
@@ -290,7 +315,7 @@ def test_after_an_exception_in_the_middle_of_a_pass_caches_are_what_they_were(
                 held = model.outcore.in_cache
                 assert held == 0 or at > 3
                 while cache[0].offset > sum(
-                    len(p) for p in ([ids(TOKENS), ids(250, 7), ids(2)])[: len(found)]
+                    len(p) for p in ([ids(TOKENS), ids(62, 7), ids(2)])[: len(found)]
                 ) + 3 * len(found):
                     assert trim_prompt_cache(cache, 1)
                 left[0] = 10**9
@@ -321,7 +346,7 @@ def test_a_read_that_fails_changes_nothing(full: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("after", [0, 5])
 def test_a_full_disk_ends_the_answer_and_nothing_else(full: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """In the prompt, at once and after some writes, and where the answer fills a block."""
-    begin, block = 250, 256
+    begin = BLOCK - 6
     with opened(full, "off") as model:
         expected = answer(model, make_prompt_cache(model), ids(begin), 12)
     with opened(full) as model:
@@ -343,12 +368,12 @@ def test_a_full_disk_ends_the_answer_and_nothing_else(full: Path, monkeypatch: p
         with pytest.raises(StoreError):
             answer(model, cache, mx.array([expected[2][0]]), 20)
         held = cache[0].offset
-        assert begin + 2 <= held < block and {c.offset for c in cache} == {held}, "a whole block was not written"
+        assert begin + 2 <= held < BLOCK and {c.offset for c in cache} == {held}, "a whole block was not written"
         left[0] = 10**9
         # The cache holds the answer so far: it goes on as if nothing had been.
         following = held - begin
         rest = answer(model, cache, mx.array([expected[following][0]]), 11 - following)
-        assert cache[0].offset > block and equal(expected[following + 1 :], rest)
+        assert cache[0].offset > BLOCK and equal(expected[following + 1 :], rest)
 
 
 # A cache, between sweeps
@@ -394,12 +419,12 @@ def test_a_cache_of_another_model_that_keeps_its_own_on_disk(full: Path) -> None
 
 def test_a_cache_on_disk_is_changed_and_copied_as_one_in_memory(full: Path) -> None:
     def texts(where: str) -> list[Answer]:
-        with opened(full, where, context=700) as model:
+        with opened(full, where, context=175) as model:
             cache = make_prompt_cache(model)
             answer(model, cache, ids(TOKENS), 1)
             assert on_disk(cache) == (len(cache) if where == "on" else 0)
             copies = [copy.copy(c) for c in cache], pickle.loads(pickle.dumps(cache))
-            found = [answer(model, c, ids(n, 9), 2) for c, n in zip(copies, (260, 5), strict=True)]
+            found = [answer(model, c, ids(n, 9), 2) for c, n in zip(copies, (66, 5), strict=True)]
             found.append(answer(model, cache, ids(5, 9)))
             for c in cache:
                 c.keys = c.keys * 2
@@ -457,7 +482,7 @@ def test_disk_is_given_back_when_a_text_is_dropped_and_all_of_it_in_the_end(full
 
 
 def test_only_a_context_that_fits_in_no_other_way_goes_to_the_disk_by_itself(deep: Path) -> None:
-    options: dict[str, Any] = {"context": 4000, "prompt": 260, "draft": "none"}
+    options: dict[str, Any] = {"context": 4000, "prompt": 66, "draft": "none"}
     with pytest.raises(BudgetError) as refused:
         outcore.load_model(deep, kv_disk="off", memory="100KB", **options)
     with pytest.raises(BudgetError) as least:
@@ -474,7 +499,7 @@ def test_only_a_context_that_fits_in_no_other_way_goes_to_the_disk_by_itself(dee
             if not there:
                 continue
             mx.reset_peak_memory()
-            answer(model, make_prompt_cache(model), ids(260), 2, prefill_step_size=session.plan.prefill_step)
+            answer(model, make_prompt_cache(model), ids(66), 2, prefill_step_size=session.plan.prefill_step)
             assert mx.get_peak_memory() - others <= memory
 
 
@@ -545,7 +570,7 @@ def test_a_folder_that_cannot_be_is_refused(full: Path, tmp_path: Path) -> None:
 
 def test_a_disk_without_room_is_refused_before_anything_is_read(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scratch, "free_bytes", 1000)
-    with pytest.raises(StoreError, match=r"keys and values of 360 tokens take .* 1.00 KB may be used"), opened(full):
+    with pytest.raises(StoreError, match=r"keys and values of 960 tokens take .* 1.00 KB may be used"), opened(full, context=960):
         pass
 
 
