@@ -21,6 +21,8 @@ import outcore
 import zoo
 from combined_models import save_tokenizer
 from outcore.cli.main import main
+from outcore.decode.preparation import prepare
+from outcore.errors import UsageError
 from outcore_drafters import command, published
 from outcore_drafters.config import kind_of, open_drafter
 from outcore_drafters.drafter import DraftedModel
@@ -224,7 +226,7 @@ def test_the_command_trains_a_drafter_that_drafts(
     found = published.trained(json.loads((tmp_path / "out" / "config.json").read_text()))
     assert found is not None and found.most == record["tokens a pass, on held-out texts"]
     card = (tmp_path / "out" / "README.md").read_text()
-    assert str(tmp_path / "text") in card and "licences" in card
+    assert str(tmp_path / "text") in card and "licences" in card and "drawn from, also those held out" in card
     options: dict[str, Any] = {"memory": "1GB", "resident": 1, "context": 32, "govern": False}
     drafted, _ = outcore.load_model(str(model), draft=str(tmp_path / "out"), **options)
     plain, _ = outcore.load_model(str(model), draft="none", **options)
@@ -257,6 +259,8 @@ def test_an_interrupted_training_goes_on_and_other_settings_are_refused(
         spent.append(json.loads(settings.read_text())["seconds"])
     assert spent[0] == spent[1] > 0
     assert all(mx.array_equal(a, b).item() for (_, a), (_, b) in zip(*first, strict=True))
+    with pytest.raises(UsageError, match="not trained to its end"):
+        prepare(model, draft=str(tmp_path / "out"))
     begun = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out" / "training" / "states").iterdir()}
     assert begun
     capsys.readouterr()
@@ -333,6 +337,8 @@ def test_files_without_text_are_refused(
         (["--temp", "nan"], "--temp nan"),
         (["--input", "nowhere"], "no such file or folder"),
         (["--memory", "1MB"], "too small for this model"),
+        (["--memory", "20MB"], "training this drafter needs"),
+        (["--input", __file__, "--output", __file__], "is a file; give a folder"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(
@@ -341,6 +347,22 @@ def test_what_cannot_be_trained_is_refused(
     assert main([*small, "--model", str(model), *words]) in (1, 2)
     assert said in capsys.readouterr().err
     assert not Path(small[small.index("--output") + 1]).exists()
+
+
+def test_the_smallest_drafter_is_made_where_the_usual_share_is_less(
+    model: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a training of which nothing was kept does not bind the next one to its settings."""
+    at = small.index("--share")
+    words = [*small[:at], *small[at + 2 :], "--model", str(model)]
+    monkeypatch.setattr(command, "SHARE", 0.001)
+    with monkeypatch.context() as patch:
+        patch.setattr(collect, "continue_texts", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main([*words, "--temp", "0.5"]) == 130
+    assert list((tmp_path / "out" / "training").iterdir())
+    assert main(words) == 0, capsys.readouterr().err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["transformer_layer_config"]["intermediate_size"] == 64
 
 
 def test_only_parameters_of_the_published_form_are_saved(tmp_path: Path) -> None:

@@ -35,13 +35,16 @@ from .train import collect, drafter_files, texts
 from .train.network import PIECE, Network, Shape
 from .train.products import fast_quantized
 from .train.training import DEPTH, TRIED, Progress, Trainer
-from .train.work_folder import WorkFolder
+from .train.work_folder import WORK, WorkFolder
 
 # Tokens of a piece of text that the model continues.
 PROMPT = 128
 
 # Bits of a drafter's weight when it drafts: 4, and scales and biases of groups of 64.
 BITS = 4.5
+
+# A drafter's size as a share of the model's bytes, if the user asks for none and the smallest drafter is smaller.
+SHARE = 0.05
 
 # Evaluations of a training at most, after each of which weights are saved.
 SAVES = 20
@@ -60,14 +63,16 @@ TOGETHER = (64, 32, 16, 8, 4, 2, 1)
 def run(args: argparse.Namespace) -> None:
     check_arguments(args)
     out = Path(args.output)
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--output {printable(str(out))}: is a file; give a folder")
     if (out / "config.json").exists():
         if not is_drafter(config_of(out)):
             raise UsageError(f"--output {printable(str(out))}: holds a model; give a new folder")
-        WorkFolder(out / "training").remove()  # of a run that was killed when the drafter was there
+        WorkFolder(out / WORK).remove()  # of a run that was killed when the drafter was there
         tell(f"{printable(str(out))}: a drafter is already there; give a new folder to train another")
         return
     files = texts.text_files(args.input)
-    folder, work = resolve_model(args.model, args.revision), WorkFolder(out / "training")
+    folder, work = resolve_model(args.model, args.revision), WorkFolder(out / WORK)
     job = Job(args, folder, work, files)
     try:
         with ProgressBar() as bar:
@@ -87,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
 def check_arguments(args: argparse.Namespace) -> None:
     """Raises ``UsageError`` for numbers that mean nothing, before anything is loaded."""
     real("--minutes", args.minutes, 1e-3, 1e6)
-    real("--share", args.share, 0.0, 1.0)
+    real("--share", SHARE if args.share is None else args.share, 0.0, 1.0)
     real("--temp", args.temp or 0.0, 0.0)
     whole("--max-tokens", args.max_tokens, 2)
     whole("--seed", args.seed or 0, 0, 2**32 - 1)
@@ -101,6 +106,7 @@ def _save(args: argparse.Namespace, job: Job, progress: Progress, folder: Path, 
         "size in 4 bits": format_size(round(shape.parameters * BITS / 8)),
         "tokens a pass, on held-out texts": progress.best,
         "texts": f"{job.shards.count * job.texts} of {PROMPT} + {args.max_tokens} tokens",
+        "drawn from, also those held out": format_size(sum(file.stat().st_size for file in job.files)),
         "steps": progress.steps,
         "written while training": format_size(job.written),
     }
@@ -120,23 +126,27 @@ class Job:
     """
 
     def __init__(self, args: argparse.Namespace, folder: Path, work: WorkFolder, files: list[Path]) -> None:
-        self._args, self._folder, self._work, self._files = args, folder, work, files
+        self._args, self._folder, self._work, self.files = args, folder, work, files
         self._seed = 0 if args.seed is None else args.seed
+        self._share = SHARE if args.share is None else args.share
         self.written = 0
         self._collected_s = 0.0  # spent on the files of states that are there
 
     def run(self, bar: ProgressBar) -> Progress:
         args = self._args
+        self._tokenizer: Any = load_tokenizer(self._folder)
+        self._tokenizer = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
+        texts.pieces(self._tokenizer, self.files, 1, PROMPT, [self._seed])  # or there is too little text
         model = self._load()
         try:
             self._measure(model)
+            rows = self._rows(self._budget())
             self._check()
             self._collect(model, bar)
         finally:
             model.outcore.close()
         del model
         mx.clear_cache()
-        rows = self._rows(self._budget())
         mx.random.seed(self._seed)  # the first weights are the same whether texts were collected in this run or before
         self.net = Network(self.shape, self._norm)
 
@@ -185,7 +195,7 @@ class Job:
         mx.eval(self._table, self._head, self._norm)
         if self._table.ndim != 2 or self._head.shape != self._table.shape:
             raise BudgetError(
-                "the model's embeddings or output head are not in memory; give more --memory, no --resident"
+                "the model's embeddings or output head are not in memory; give more --memory, and leave out --resident"
             )
         vocabulary, hidden = self._table.shape
         head_dim = 64 if hidden < 1024 else 128
@@ -196,8 +206,8 @@ class Job:
             raise UsageError(f"{self._folder}: a drafter reads three layers; this model has {self.layers}")
         tapped = (last // 5, last * 3 // 5, last)
         self.shape = Shape(hidden, heads, kv_heads, head_dim, 64, vocabulary, tapped)
-        wanted = self._args.share * open_checkpoint(self._folder).nbytes * 8 / BITS
-        room = (wanted - self.shape.parameters) / (3 * hidden) + 64
+        wanted = self._share * open_checkpoint(self._folder).nbytes * 8 / BITS
+        room = max((wanted - self.shape.parameters) / (3 * hidden) + 64, 64 if self._args.share is None else 0)
         if room < 64:
             least = self.shape.parameters * BITS / 8 / open_checkpoint(self._folder).nbytes
             raise UsageError(f"--share {self._args.share}: give at least {math.ceil(least * 1000) / 1000}")
@@ -224,9 +234,9 @@ class Job:
             raise UsageError(f"--disk {args.disk}: give at least {format_size(4 * max(row * self.texts, saved))}")
         self.shards = collect.Shards(self._work.states, int(count))
         self._used = {
-            "model": str(self._folder), "share": args.share, "tokens": args.max_tokens, "temp": args.temp or 0.0,
+            "model": str(self._folder), "share": self._share, "tokens": args.max_tokens, "temp": args.temp or 0.0,
             "seed": self._seed, "texts": self.texts, "disk": args.disk,
-            "input": hashlib.sha256("\n".join(f"{f}:{f.stat().st_size}" for f in self._files).encode()).hexdigest(),
+            "input": hashlib.sha256("\n".join(f"{f}:{f.stat().st_size}" for f in self.files).encode()).hexdigest(),
         }  # fmt: skip
         if known is not None:
             self._collected_s = known["seconds"]
@@ -261,8 +271,6 @@ class Job:
         if not (missing := self.shards.missing):
             return
         args, most_s, began = self._args, round(self._args.minutes * 60), time.monotonic() - self._collected_s
-        tokenizer: Any = load_tokenizer(self._folder)
-        tokenizer = getattr(tokenizer, "_tokenizer", tokenizer)
         draw = make_sampler(temp=args.temp or 0.0)
         layers = getattr(model, "language_model", model).model.layers
         resident = not model.outcore.plan.streams
@@ -274,7 +282,7 @@ class Job:
                 break
             bar.count(f"hidden states, {n * self.texts} texts", min(round(passed), most_s), most_s)
             mx.random.seed(self._seed * 1_000_003 + n)
-            prompts = texts.pieces(tokenizer, self._files, self.texts, PROMPT, [self._seed, n])
+            prompts = texts.pieces(self._tokenizer, self.files, self.texts, PROMPT, [self._seed, n])
             with fast_quantized(evaluated=resident):
                 made = collect.continue_texts(model, layers, self.shape.tapped, prompts, args.max_tokens, draw)
             self.shards.save(n, made)

@@ -16,7 +16,12 @@ DRAFT: list[str | Flag] = [
     FLAGS["output"].but(type=Path, required=True, help="Folder of the drafter; also holds what a resumed run needs."),
     flag("--disk", "Most bytes that this training writes to disk.", "20GB", metavar="SIZE"),
     flag("--minutes", "Longest time of collecting states, and of training after it.", 60.0, metavar="N"),
-    flag("--share", "Size of the drafter in 4 bits, as a share of the model's bytes.", 0.05, metavar="X"),
+    flag(
+        "--share",
+        "Size of the drafter in 4 bits, as a share of the model's bytes. Default: 0.05, or the least that is possible.",
+        type=float,
+        metavar="X",
+    ),
     FLAGS["max-tokens"].but(default=64, help="Tokens of each continuation."),
     FLAGS["temp"].but(help="Temperature of the continuations; 0: greedy."),
     FLAGS["seed"].but(help="Chooses the pieces of text and the first weights."),

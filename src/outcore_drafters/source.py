@@ -39,6 +39,7 @@ from .drafter import BlockDrafter, DraftedModel
 from .proposer import DRAFTER, STEP, BlockProposer
 from .published import PUBLISHED, keep, seen_chance, seen_file, trained
 from .tap import LayerTaps
+from .train.work_folder import SETTINGS, WORK
 
 UNREADABLE = (
     "nothing drafts but the text's own repetitions: drafters cannot read the states of this type of model, which have "
@@ -53,7 +54,7 @@ class Drafters(DraftSource):
 
     def takes(self, asked: str) -> bool:
         try:
-            return is_drafter(config_of(draft_folder(asked)))
+            return _unfinished(asked) or is_drafter(config_of(draft_folder(asked)))
         except OutcoreError:
             return False  # the source of draft models says what is wrong
 
@@ -71,6 +72,8 @@ class Drafters(DraftSource):
             yield DRAFTER, str(folder), 0
 
     def open(self, which: str, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft]:
+        if _unfinished(which):
+            raise UsageError(f"{called('draft')} {shortened(which)}: not trained to its end; run draft train again")
         o, folder = opening.options, draft_folder(which)
         if o.draft_bits not in (None, *BITS):
             raise UsageError(f"{called('draft_bits')} {o.draft_bits}: give 2, 3, 4, 6 or 8")
@@ -122,6 +125,11 @@ class Drafters(DraftSource):
         clear_cache()
         layers = trunk(text_model(profile.lazy.model)).layers
         return ByDrafter(draft.name, network, LayerTaps([layers[n] for n in network.taps]), states, seen, first)
+
+
+def _unfinished(asked: str) -> bool:
+    """Whether ``draft train`` has begun a drafter in this folder, and was stopped."""
+    return Path(asked, WORK, SETTINGS).is_file() and not Path(asked, "config.json").exists()
 
 
 def opened(folder: Path, profile: ModelProfile, opening: Opening, *, planned: bool = False) -> BlockDrafter:

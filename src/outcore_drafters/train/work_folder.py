@@ -13,6 +13,9 @@ from filelock import lock_descriptor
 from outcore.errors import UsageError
 from outcore.text import printable
 
+# Its name, in the drafter's folder.
+WORK = "training"
+
 # What is in it: names, and patterns of them.
 SETTINGS, STATES = "settings.json", "states"
 OWN = (SETTINGS, "*.safetensors", f"{STATES}/*.safetensors")
@@ -40,13 +43,14 @@ class WorkFolder:
 
     @property
     def settings(self) -> dict[str, Any] | None:
-        """Those of a training that was begun here; None: none was.
+        """Those of a training of which something was kept here; None: there is none.
 
         Raises:
             UsageError: they cannot be read.
         """
         file = self.path / SETTINGS
-        if not file.exists():
+        kept = (f for pattern in OWN[1:] for f in self.path.glob(pattern) if "partial" not in f.name)
+        if not file.exists() or not any(kept):
             return None
         try:
             found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
