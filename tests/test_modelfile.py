@@ -139,15 +139,13 @@ def test_what_is_said_before_and_around_a_conversation() -> None:
         'MESSAGE assistant "yes\nit is"',
         "LICENSE MIT",
         'LICENSE """and\nthis"""',
-        "TEMPLATE {{ .Prompt }}",
         "PARAMETER stop a",
         "PARAMETER stop b",
     )
     assert found.system == "be brief"
     assert found.messages == ({"role": "user", "content": "is it?"}, {"role": "assistant", "content": "yes\nit is"})
-    assert found.template is not None and found.template.text == "{{ .Prompt }}"
     assert found.stop == ("a", "b")
-    assert found.lines == {"model": 1, "system": 2, "messages": 3, "license": 6, "template": 9, "stop": 10}
+    assert found.lines == {"model": 1, "system": 2, "messages": 3, "license": 6, "stop": 9}
 
 
 def test_folders_lie_beside_the_modelfile_and_names_stay_names(tmp_path: Path) -> None:
@@ -177,6 +175,7 @@ def test_folders_lie_beside_the_modelfile_and_names_stay_names(tmp_path: Path) -
     [
         ("BADCOMMAND a b", "line 2: unknown instruction BADCOMMAND; there are FROM"),
         ("TEMPLAT a", r"line 2: unknown instruction TEMPLAT \(did you mean template\?\)"),
+        ("TEMPLATE {{ .Prompt }}", "line 2: TEMPLATE: the model's own chat template is used; leave it out"),
         ("SYSTEM", "line 2: SYSTEM: it has no value"),
         ("PARAMETER", "line 2: PARAMETER takes two words"),
         ("PARAMETER temperature", "line 2: PARAMETER takes two words"),
@@ -254,7 +253,7 @@ def test_a_file_that_cannot_be_read_or_has_no_end(tmp_path: Path) -> None:
 
 
 def test_the_longest_file_is_read_in_no_time() -> None:
-    for text in ('SYSTEM "\n' + "\n" * 1_000_000, "TEMPLATE " + "{{" * 500_000, "PARAMETER stop " + "a" * 1_000_000):
+    for text in ('SYSTEM "\n' + "\n" * 1_000_000, "PARAMETER stop " + "a" * 1_000_000):
         began = time.process_time()
         with pytest.raises(LineError):
             said(text)

@@ -323,7 +323,7 @@ class Preset:
     stop: tuple[str, ...] = ()
 
     def prepare(self, tokenizer: TokenizerWrapper, *, template: bool = True, cached: bool = False) -> None:
-        """Sets the tokenizer's chat template.
+        """Checks that the tokenizer fits.
 
         Args:
             template: whether the command applies a chat template.
@@ -343,8 +343,3 @@ class Preset:
     def service(self, service: ModelService) -> ModelService:
         """Returns the service that a server uses, which may wrap the given one."""
         return service
-
-    def served_template(self, args: argparse.Namespace, names: Sequence[str]) -> str | None:
-        """Returns the chat template for a server's models; None for each model's own."""
-        given: str | None = args.chat_template
-        return given

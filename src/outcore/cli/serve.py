@@ -168,8 +168,7 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService
     from .engine import ProgressBar
 
     options = service_options(args)
-    template = args.preset.served_template(args, names)
-    shelf = Shelf(names, revision=args.revision, template=template)
+    shelf = Shelf(names, revision=args.revision, template=args.chat_template)
     if len(shelf.models) > 1:
         if args.ranks is not None:
             raise UsageError("several machines can serve only one model; give one --model")

@@ -15,7 +15,6 @@ from outcore.machine.small_files import read_small
 from outcore.text import meant, shortened
 
 from .syntax import UNSUPPORTED, Instruction, LineError, decoded, parse
-from .template import GoTemplate, parse_template
 
 # Most bytes of a Modelfile.
 LONGEST = 1 << 20
@@ -60,7 +59,6 @@ class Modelfile:
     adapter: str | None = None
     draft: str | None = None
     system: str | None = None
-    template: GoTemplate | None = None
     messages: tuple[Mapping[str, str], ...] = ()
     stop: tuple[str, ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -130,8 +128,6 @@ def _meaning(instruction: Instruction, folder: Path) -> tuple[str, Any]:
         return _parameter(instruction)
     if name in ("from", "draft", "adapter"):
         return "model" if name == "from" else name, _place(instruction, folder)
-    if name == "template":
-        return name, parse_template(instruction)
     if name == "message":
         return "messages", ({"role": instruction.argument, "content": value},)
     return (name, (value,)) if name == "license" else (name, value)

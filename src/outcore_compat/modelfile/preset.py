@@ -14,7 +14,6 @@ from outcore.machine.settings import Setting
 from outcore.text import counted
 
 from .options import Modelfile, read_modelfile
-from .template import GoTemplate
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -102,14 +101,8 @@ class ModelfilePreset(Preset):
                 f"{modelfile.line(before)}: --prompt-cache-file already contains the text before the question; leave "
                 "one of the two out"
             )
-        if template and modelfile.template is not None:
-            from outcore.modules.mlx_lm_tokenizer import set_chat_template
-
-            set_chat_template(tokenizer, template_text(modelfile.template, tokenizer))
-        elif template and before is not None and not tokenizer.has_chat_template:
-            raise UsageError(
-                f"{modelfile.line(before)}: this model has no chat template, and the Modelfile no TEMPLATE; add one"
-            )
+        if template and before is not None and not tokenizer.has_chat_template:
+            raise UsageError(f"{modelfile.line(before)}: this model has no chat template")
 
     def answer_tokens(self, prompt: int, most: int) -> int:
         context = self.modelfile.get("num_ctx")
@@ -140,26 +133,8 @@ class ModelfilePreset(Preset):
     def service(self, service: ModelService) -> ModelService:
         from .prefaced import Prefaced
 
+        if len(service.models()) != 1:
+            raise UsageError(f"--modelfile {self.modelfile.path}: a Modelfile is for one model; serve only that one")
         return cast(
             "ModelService", Prefaced(service, self.modelfile.system, self.modelfile.messages, self.modelfile.stop)
         )
-
-    def served_template(self, args: argparse.Namespace, names: Sequence[str]) -> str | None:
-        from outcore.checkpoint.find_model import resolve_model
-        from outcore.checkpoint.tokenizer import load_tokenizer
-
-        if len(names) != 1:
-            raise UsageError(f"--modelfile {self.modelfile.path}: a Modelfile is for one model; serve only that one")
-        folder = resolve_model(names[0], args.revision)
-        if args.chat_template is not None or self.modelfile.template is None:
-            given: str | None = args.chat_template
-            return given
-        tokenizer = load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code})
-        return template_text(self.modelfile.template, tokenizer)
-
-
-def template_text(template: GoTemplate, tokenizer: TokenizerWrapper) -> str:
-    """Returns the Modelfile's template as Jinja. Begins with the BOS token if this tokenizer puts it before every text,
-    as Ollama does."""
-    begins = tokenizer.bos_token_id is not None and list(tokenizer.encode("a"))[:1] == [tokenizer.bos_token_id]
-    return template.jinja(str(tokenizer.bos_token) if begins else "")

@@ -17,11 +17,12 @@ from outcore.text import meant, shortened
 UNSUPPORTED = {
     "renderer": "code that is built into Ollama; leave it out, and the model's own chat template is used",
     "parser": "code that is built into Ollama; leave it out",
+    "template": "the model's own chat template is used; leave it out",
     "requires": "a version of Ollama, which this is not; leave it out",
 }
 
 INSTRUCTIONS = (
-    "from", "parameter", "system", "template", "message", "adapter", "license", "draft", *UNSUPPORTED,
+    "from", "parameter", "system", "message", "adapter", "license", "draft", *UNSUPPORTED,
 )  # fmt: skip
 
 # Instructions of two words or more.
