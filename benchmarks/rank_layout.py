@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import outcore_cluster.sharing
 from outcore.cli.main import main
-from outcore_cluster import layer_shares as shares
-from outcore_cluster.layer_shares import RankMeans
+from outcore_cluster import sharing as shares
+from outcore_cluster.sharing import RankMeans
 
 
 def _alternate(
@@ -27,5 +27,5 @@ def _blocks(
 
 
 if __name__ == "__main__":
-    outcore_cluster.sharing.share_layers = {"alternate": _alternate, "blocks": _blocks}[sys.argv[1]]  # type: ignore[attr-defined]
+    outcore_cluster.sharing.share_layers = {"alternate": _alternate, "blocks": _blocks}[sys.argv[1]]
     sys.exit(main(sys.argv[2:]))

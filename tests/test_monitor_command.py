@@ -19,8 +19,8 @@ from rich.console import Console
 from interrupts import heard
 from outcore.cli.main import main
 from outcore.monitoring import publisher
-from outcore_tools import monitor
-from outcore_tools.monitor import STATES, look, read_all, view
+from outcore_tools import processes as monitor
+from outcore_tools.processes import STATES, look, read_all, view
 from watching import made_up, own_folder, until
 
 

@@ -24,7 +24,7 @@ from outcore.errors import StoreError, UsageError
 from outcore.machine.allocator import reset_peak
 from outcore.monitoring import publish, publisher
 from outcore.monitoring.publisher import TOKENS_S, SnapshotRecorder, board
-from outcore_tools.monitor import read_all
+from outcore_tools.processes import read_all
 from quick_transformers import python_path
 from watching import made_up, own_folder, until
 

@@ -28,8 +28,8 @@ from outcore.errors import BudgetError, CheckpointError, UnsupportedModelError, 
 from outcore.plan.machine_profile import Calibration
 from outcore_drafts.mtp.head import SharedParts, open_mtp
 from outcore_drafts.mtp.hidden_states import HiddenStates
+from outcore_drafts.mtp.kind import MtpProposer
 from outcore_drafts.mtp.layouts import find_mtp
-from outcore_drafts.mtp.proposer import MtpProposer
 from stand_ins import TokensOnly
 
 PROMPT = [3 + i % 40 for i in range(9)]

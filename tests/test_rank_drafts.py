@@ -24,9 +24,9 @@ from outcore.plan.planner import ASSUMED
 from outcore_cluster import sharing as ranked
 from outcore_cluster.agreement import RankAgreement
 from outcore_cluster.group import RankGroup
-from outcore_cluster.layer_shares import share_layers
 from outcore_cluster.link_times import LinkTimes
 from outcore_cluster.rank_share import cuts_of
+from outcore_cluster.sharing import share_layers
 from rank_processes import RankProcesses
 
 TOKENS = 10

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from outcore_cluster.layer_shares import RankMeans, fair_shares, share_layers
+from outcore_cluster.sharing import RankMeans, fair_shares, share_layers
 
 LAYERS = [100] * 40
 GROUPS = [(i,) for i in range(40)]

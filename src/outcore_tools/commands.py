@@ -18,6 +18,7 @@ from outcore.options import LoadOptions
 ELSEWHERE = {
     "list": "info:list_models",
     "completion": "commands:completion",
+    "monitor": "processes:monitor",
     "ps": "processes:ps",
     "stop": "processes:stop",
 }

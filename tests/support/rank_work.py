@@ -40,9 +40,9 @@ from outcore.plan.machine_profile import Calibration
 from outcore_cluster.agreement import RankAgreement
 from outcore_cluster.group import RankGroup
 from outcore_cluster.incoming import Incoming
-from outcore_cluster.layer_shares import RankMeans
 from outcore_cluster.leading import RankLeader, follow
 from outcore_cluster.link_protocol import Link
+from outcore_cluster.sharing import RankMeans
 from outcore_tools.demo import demo_model
 from stand_ins import TokensOnly
 
@@ -95,7 +95,7 @@ def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any
     if in_turn:
         outcore_cluster.sharing.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     else:
-        outcore_cluster.sharing.share_layers = outcore_cluster.layer_shares.share_layers  # type: ignore[attr-defined, unused-ignore]
+        outcore_cluster.sharing.share_layers = outcore_cluster.sharing.share_layers  # type: ignore[attr-defined, unused-ignore]
     own: dict[str, Any] = {} if link is None or link.size == 1 else {"ranks": RankGroup(link)}
     given: dict[str, Any] = (
         {"memory": "8GB", "context": 160, "prompt": 64, "govern": False, "draft": "none"} | options | own
@@ -159,7 +159,7 @@ class Joined:
 
 def command(link: Link, words: Sequence[str]) -> tuple[int, str, str]:
     """How ``outcore`` ends as one of the ranks, and what it prints on standard output and error."""
-    outcore_cluster.sharing.share_layers = outcore_cluster.layer_shares.share_layers  # type: ignore[attr-defined, unused-ignore]
+    outcore_cluster.sharing.share_layers = outcore_cluster.sharing.share_layers  # type: ignore[attr-defined, unused-ignore]
     out, err = io.StringIO(), io.StringIO()
     own = {"MLX_RANK": str(link.rank), "OUTCORE_MONITOR": "off", "OUTCORE_CONFIG": os.devnull}
     with (
