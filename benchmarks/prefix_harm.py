@@ -30,7 +30,7 @@ import zoo
 from outcore.decode.prefix_cache import GRID
 from outcore_prefix import blocks as on_disk
 from outcore_prefix.blocks import BlockFiles
-from outcore_prefix.prompts import StoredPrompts
+from outcore_prefix.prefix_cache import StoredPrompts
 from result_file import write_result
 
 SHARED = [(7 * i * i + 3 * i + 1) % 59 + 1 for i in range(2 * GRID)]

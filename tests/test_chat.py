@@ -49,7 +49,7 @@ from outcore.engine.transport import Agreement
 from outcore.errors import BudgetError, CheckpointError, UsageError
 from outcore.machine.cache_folder import cache_dir
 from outcore_kv.scratch import Scratch
-from outcore_prefix import prompts
+from outcore_prefix import prefix_cache as prompts
 
 END = 2  # <|im_end|>
 MESSAGES = ["import os", "self.a = a; self.b = b", "import re"]

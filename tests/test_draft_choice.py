@@ -22,10 +22,9 @@ from outcore.decode.preparation import prepare
 from outcore.decode.speculative import choices
 from outcore.decode.speculative.acceptance import AcceptanceStats
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
-from outcore.decode.text_drafts import TextDrafts
+from outcore.decode.text_drafts import TextDrafts, give_back, take
 from outcore.disk.disk_calls import DiskCalls
 from outcore.disk.metrics import Metrics
-from outcore.engine.draft_memory import give_back, take
 from outcore.errors import StoreSpaceError
 from outcore.machine.hardware import cores
 from outcore.plan.joint_plan import MOST, NGRAM, REPEATED, Choice, Draft, Planned, Planning, expected, fastest

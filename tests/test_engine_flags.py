@@ -17,9 +17,8 @@ from outcore.cli.main import main
 from outcore.errors import OutcoreError
 from outcore.options import LoadOptions
 from outcore_bench import measure as modes
-from outcore_bench.bench import settings
+from outcore_bench.bench import Grid, each_run, jobs_of, settings
 from outcore_bench.jobs import BenchJob, make_jobs
-from outcore_bench.matrix import Grid, each_run, jobs_of
 
 VALUES = {
     "memory": "123MB",

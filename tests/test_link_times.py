@@ -10,7 +10,7 @@ import pytest
 from memory_link import MemoryLink, memory_links
 from outcore_cluster.group import RankGroup
 from outcore_cluster.link_protocol import Link
-from outcore_cluster.link_times import LARGE, LinkTimes, measure_link
+from outcore_cluster.timing import LARGE, LinkTimes, measure_link
 
 
 def on_all(links: list[Link], work: Any = measure_link) -> list[LinkTimes]:

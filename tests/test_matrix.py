@@ -16,10 +16,10 @@ from outcore.plan.model_size import ModelSize
 from outcore.plan.planner import make_plan, resident_budget
 from outcore.sizes import format_size
 from outcore_bench import bench as runner
+from outcore_bench.bench import Grid, choose_budgets, jobs_of, size_text
 from outcore_bench.disk import DiskRate
 from outcore_bench.document import BUSY, BenchRow, Stat
 from outcore_bench.jobs import BenchJob, RunSettings, failed
-from outcore_bench.matrix import Grid, choose_budgets, jobs_of, size_text
 from outcore_bench.measure import measure
 from outcore_bench.report.tables import by_budget, sentences, start
 from zoo import save_checkpoint

@@ -24,9 +24,8 @@ import outcore
 import zoo
 from outcore import BudgetError, UsageError
 from outcore.decode import generate as ours
-from outcore_compat.mlx_lm import apply_patch, remove_patch
+from outcore_compat.mlx_lm import apply_patch, main, remove_patch
 from outcore_compat.patched_calls import PAIRS
-from outcore_compat.run_patched import main
 from outcore_packs.full_copy import pack_model
 from test_pack import original
 from test_random_state import adapter

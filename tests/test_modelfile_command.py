@@ -27,8 +27,7 @@ from outcore.cli.main import main
 from outcore.decode.conversation import Conversation
 from outcore.errors import UsageError
 from outcore.serve.events import GenerationRequest, Sampling, TextPart
-from outcore_compat.modelfile.prefaced import Prefaced
-from outcore_compat.modelfile.preset import settle
+from outcore_compat.modelfile.preset import Prefaced, settle
 
 TURN = """{%- for m in messages -%}{{ ("# " if m.role == "system" else "") ~ m.content ~ "\\n" }}{%- endfor -%}"""
 PROMPT = "def read_lines(path):"

@@ -22,8 +22,7 @@ from outcore.decode.preparation import prepare
 from outcore.engine import binding, engine
 from outcore.modules.split_linear import split_rows
 from outcore_drafts import nested_layers
-from outcore_drafts.nested_layers import nested_modules
-from outcore_drafts.nested_linear import LOW, NestedLinear, coarsen, nest
+from outcore_drafts.nested_layers import LOW, NestedLinear, coarsen, nest, nested_modules
 from outcore_packs.stored_planes import BITS, high_plane, joined, joining_source, low_plane
 from stand_ins import TokensOnly
 

@@ -16,7 +16,7 @@ import outcore
 import zoo
 from outcore.cli.main import main
 from outcore.decode import prefix_cache
-from outcore_prefix import prompts
+from outcore_prefix import prefix_cache as prompts
 from stand_ins import TokensOnly
 
 OWN = """

@@ -34,7 +34,7 @@ from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
 from outcore.serve.events import Begun, Finished, GenerationRequest
 from outcore_prefix import blocks as on_disk
-from outcore_prefix import prompts
+from outcore_prefix import prefix_cache as prompts
 from outcore_prefix.blocks import BlockFiles
 from stand_ins import Oracle
 from test_service import heard, serving, text_of

@@ -21,7 +21,7 @@ from outcore.serve.events import Begun, Event, GenerationRequest, TextPart
 from outcore.serve.service import ModelService, ServiceOptions
 from outcore.serve.shelf import Shelf
 from outcore_prefix import blocks as on_disk
-from outcore_prefix import prompts
+from outcore_prefix import prefix_cache as prompts
 from stand_ins import TokensOnly
 from test_service import heard, text_of
 

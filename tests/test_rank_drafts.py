@@ -22,11 +22,11 @@ from outcore.options import LoadOptions
 from outcore.plan.joint_plan import NGRAM
 from outcore.plan.planner import ASSUMED
 from outcore_cluster import sharing as ranked
-from outcore_cluster.agreement import RankAgreement
 from outcore_cluster.group import RankGroup
-from outcore_cluster.link_times import LinkTimes
+from outcore_cluster.link_protocol import RankAgreement
 from outcore_cluster.rank_share import cuts_of
 from outcore_cluster.sharing import share_layers
+from outcore_cluster.timing import LinkTimes
 from rank_processes import RankProcesses
 
 TOKENS = 10

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from outcore_cluster.link_times import LinkTimes
 from outcore_cluster.sharing import RankMeans, share_layers, shared_pass_s
-from outcore_cluster.timing import RankStage, pass_ends, steady_s
+from outcore_cluster.timing import LinkTimes, RankStage, pass_ends, steady_s
 
 LAYERS, READ_S, COMPUTE_S = 16, 0.1, 0.001
 

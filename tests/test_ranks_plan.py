@@ -10,7 +10,7 @@ import pytest
 from memory_link import memory_links
 from outcore_cluster.forecast import BEHIND, RankPart, RanksPlan
 from outcore_cluster.group import RankGroup
-from outcore_cluster.link_times import LinkTimes
+from outcore_cluster.timing import LinkTimes
 
 READ_S, CHUNK_S, TOKEN_S, STEP = 0.1, 0.02, 0.001, 50
 

@@ -25,8 +25,7 @@ from outcore_bench.document import (
     read_inputs,
     write_record,
 )
-from outcore_bench.report.page import markdown, page
-from outcore_bench.report.sections import sections, summary
+from outcore_bench.report.page import markdown, page, sections, summary
 from outcore_bench.report.tables import number, size
 
 LINUX = Machine(

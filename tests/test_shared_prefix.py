@@ -23,7 +23,7 @@ from outcore.errors import UsageError
 from outcore.serve import prompting
 from outcore.serve.events import Finished, GenerationRequest
 from outcore.serve.prompting import Prompter
-from outcore_prefix import prompts
+from outcore_prefix import prefix_cache as prompts
 from test_chat import chat
 from test_prefix import BLOCK, TEXT, answer, opened, same, small_blocks
 from test_service import heard, serving, text_of

@@ -26,7 +26,7 @@ BUDGETS = 5
 
 
 def _command(name: str, about: str, example: str, module: str = "") -> tuple[str, Command]:
-    run, flags = f"outcore_bench.{module or name}:run", f"outcore_bench.commands:{name.upper()}"
+    run, flags = f"outcore_bench.{module or f'{name}:run'}", f"outcore_bench.commands:{name.upper()}"
     return name, Command(about, run, flags, example, "measure")
 
 
@@ -41,6 +41,7 @@ COMMANDS = dict([
         "matrix",
         "Measure every combination of budget, --io and slots, and find the best. Each runs in a process of its own.",
         f"{HUB} --memory 2GB,4GB --slots 2,3",
+        "bench:matrix",
     ),
     _command(
         "perplexity",
@@ -52,7 +53,7 @@ COMMANDS = dict([
         "Write a web page and Markdown from results of outcore bench, matrix and perplexity. What was not measured is "
         "left out.",
         "results.json --output page",
-        "report.page",
+        "report.page:run",
     ),
 ])  # fmt: skip
 FLAGS = {"plan": "outcore_bench.commands:plan"}

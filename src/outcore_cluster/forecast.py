@@ -13,9 +13,8 @@ from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 from outcore.plan.prediction import Turn, turns_of
 
-from .link_times import LinkTimes
 from .rank_share import RankShare
-from .timing import RankStage, pass_ends, steady_s
+from .timing import LinkTimes, RankStage, pass_ends, steady_s
 
 # Stands for the place of work that is no layer and follows the last one, such as the head.
 BEHIND = 1 << 30

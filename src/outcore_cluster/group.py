@@ -19,12 +19,11 @@ from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 from outcore.plan.workload import Workload
 
-from .agreement import RankAgreement
 from .forecast import RankPart, RanksPlan
-from .link_protocol import Link
-from .link_times import LinkTimes, measure_link
+from .link_protocol import Link, RankAgreement
 from .rank_share import RankShare
 from .sharing import SharedModel, shared_out
+from .timing import LinkTimes, measure_link
 
 # Chunk lengths in tokens that are tried for prompts. Shorter ones cost more computing than they save waiting.
 STEPS = 32, 64, 128, 256, 512

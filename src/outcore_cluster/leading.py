@@ -20,7 +20,7 @@ from outcore.decode.step import StepResult
 from outcore.engine.session import Session
 from outcore.machine.allocator import clear_cache
 
-from .agreement import RankAgreement
+from .link_protocol import RankAgreement
 
 # What the ranks do after sequences have joined and left: compute a step, pause, or end.
 STEP, REST, END = "step", "rest", "end"

@@ -1,10 +1,15 @@
-"""The interface of the link between ranks: messages of bytes, and values that all ranks agree on."""
+"""The interface of the link between ranks: messages of bytes, and values that all ranks agree on,
+such as sampled tokens, room for texts and chunk lengths."""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
+
+from outcore.text import one_line
 
 
 @dataclass(frozen=True)
@@ -79,3 +84,31 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Ends this rank's part. Safe to call twice."""
+
+
+class RankAgreement:
+    """Implements ``engine.transport.Agreement`` by messages to the other ranks."""
+
+    alone = False
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.chooses = link.rank == 0  # rank 0 has the logits
+
+    def numbers(self, choose: Callable[[], Sequence[int]]) -> list[int]:
+        mine = array("q", choose() if self.chooses else ()).tobytes()
+        return array("q", self.link.agree(mine)).tolist()
+
+    def give_up(self, error: Exception) -> None:
+        """Ends the run on all ranks. Without this, the others would take the next value sent for the missing token."""
+        self.link.fail(f"no token was chosen: {one_line(error)}")
+
+    def text(self, tell: Callable[[], str]) -> str:
+        return self.link.agree(tell().encode() if self.chooses else b"").decode()
+
+    def leasts(self, values: Sequence[int]) -> list[int]:
+        gathered = self.link.gather(array("q", values).tobytes())
+        return list(map(min, zip(*(array("q", each) for each in gathered), strict=True)))
+
+    def working(self) -> AbstractContextManager[object]:
+        return self.link.working()

@@ -40,10 +40,9 @@ from outcore.plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
 
 from .cuts import Cuts
 from .link_protocol import Link
-from .link_times import LinkTimes
 from .rank_share import cuts_of, share_out
 from .stage import fillable
-from .timing import RankStage, steady_s
+from .timing import LinkTimes, RankStage, steady_s
 
 if TYPE_CHECKING:
     from .group import RankGroup

@@ -20,10 +20,9 @@ from outcore.engine.transport import Fit, HasRoom, Transport
 from outcore.errors import BudgetError, OutcoreError, PromptError, UsageError
 from outcore.machine.interrupts import check
 
-from .agreement import RankAgreement
 from .foreign import hold_alike
 from .leading import RankLeader
-from .link_protocol import Link
+from .link_protocol import Link, RankAgreement
 from .stage import PipelineStage
 
 if TYPE_CHECKING:

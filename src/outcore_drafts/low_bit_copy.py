@@ -35,8 +35,7 @@ from outcore.modules.layers import find_layers, named_modules, named_parameters
 from outcore.modules.split_linear import split_rows
 from outcore_packs.stored_planes import high_plane
 
-from .nested_layers import high_planes, nested_modules
-from .nested_linear import coarsen
+from .nested_layers import coarsen, high_planes, nested_modules
 
 # Group size of the copy's quantization where the model itself is not quantized (affinely).
 GROUP_SIZE = 64

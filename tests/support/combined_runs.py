@@ -25,7 +25,7 @@ from combined_reference import SEED, Reference, Text, unlikely
 from outcore.decode import one_text, text_drafts
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore_cluster.group import RankGroup
-from outcore_prefix import prompts
+from outcore_prefix import prefix_cache as prompts
 
 EQUAL, DIFFERENT, REFUSED, FAILED = "equal", "different", "refused", "failed"
 ROUNDED, NO_REFERENCE = "rounded", "no reference"

@@ -11,4 +11,4 @@ def __getattr__(name: str) -> Any:
 
 
 if __name__ == "__main__":
-    importlib.import_module("outcore_compat.run_patched").main()
+    importlib.import_module("outcore_compat.mlx_lm").main()

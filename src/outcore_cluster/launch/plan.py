@@ -16,8 +16,8 @@ from outcore.decode.preparation import Preparation, prepare
 from outcore.sizes import format_size
 from outcore.text import printable
 from outcore_cluster.forecast import RankPart, RanksPlan
-from outcore_cluster.link_times import MOST
 from outcore_cluster.rank_share import RankShare
+from outcore_cluster.timing import MOST
 
 # Rounds of measuring. The measurements change which layers a machine gets, and these may need measuring, too.
 TURNS = 2
