@@ -570,7 +570,8 @@ def test_a_folder_that_cannot_be_is_refused(full: Path, tmp_path: Path) -> None:
 
 def test_a_disk_without_room_is_refused_before_anything_is_read(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scratch, "free_bytes", 1000)
-    with pytest.raises(StoreError, match=r"keys and values of 960 tokens take .* 1.00 KB may be used"), opened(full, context=960):
+    told = r"keys and values of 360 tokens take .* 1.00 KB may be used"
+    with pytest.raises(StoreError, match=told), opened(full, context=360):
         pass
 
 
