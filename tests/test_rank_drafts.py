@@ -38,9 +38,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return zoo.save_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
-HELD: dict[str, list[dict[str, Any]]] = {
-    "gemma4": [{"resident": 0, "head_resident": False}],
-    "qwen3_next": [{"resident": 0}, {"in_turn": False}],
+HELD: dict[str, dict[str, Any]] = {
+    "gemma4": {"resident": 0, "head_resident": False},
+    "qwen3_next": {"resident": 0},
 }
 
 
@@ -49,18 +49,18 @@ def test_a_copy_of_the_model_drafts_on_the_first_rank(model_type: str, two: Rank
     folder = zoo.save_checkpoint(model_type, tmp_path)
     expected, _ = rank_work.text(None, folder, TOKENS)
     _, alone = rank_work.text(None, folder, TOKENS, draft="self:8", how=MOST, resident=0)
-    for held in HELD[model_type]:
-        plain = two.run(rank_work.with_options, folder, 1, held)
-        (found, did), (told, other) = two.run(
-            rank_work.with_options, folder, TOKENS, {"draft": "self:8", "how": MOST, **held}
-        )
-        assert found == expected, held
-        assert [t for t, _ in told] == [t for t, _ in expected]
-        assert did["drafted"] == other["drafted"] > 0 < did["accepted"] == other["accepted"]
-        # Nearly as many are right as where it goes on from the model's own caches.
-        assert did["accepted"] > 0.7 * alone["accepted"], held
-        # What drafts is the first rank's alone.
-        assert did["weights"] > plain[0][1]["weights"] and other["weights"] == plain[1][1]["weights"]
+    held = HELD[model_type]
+    plain = two.run(rank_work.with_options, folder, 1, held)
+    (found, did), (told, other) = two.run(
+        rank_work.with_options, folder, TOKENS, {"draft": "self:8", "how": MOST, **held}
+    )
+    assert found == expected
+    assert [t for t, _ in told] == [t for t, _ in expected]
+    assert did["drafted"] == other["drafted"] > 0 < did["accepted"] == other["accepted"]
+    # Nearly as many are right as where it goes on from the model's own caches.
+    assert did["accepted"] > 0.7 * alone["accepted"]
+    # What drafts is the first rank's alone.
+    assert did["weights"] > plain[0][1]["weights"] and other["weights"] == plain[1][1]["weights"]
 
 
 def test_what_is_received_for_a_draft_is_computed_before_more_takes_its_place(
@@ -121,7 +121,7 @@ def test_ranks_that_draft_nothing_while_others_could(
     folder = zoo.save_checkpoint(model_type, tmp_path)
     expected, _ = rank_work.text(None, folder, TOKENS)
     how = {"draft": "ngram" if model_type == "dbrx" else "self:8", "how": MOST}
-    for each in ([how, how | options], [how | options, how]):
+    for each in ([how, how | options], [how | options, how])[: 2 if model_type == "dbrx" else 1]:
         (found, did), (_, other) = two.run(rank_work.each_with_options, folder, TOKENS, each)
         assert found == expected
         assert did["drafted"] == other["drafted"] == 0
@@ -133,13 +133,12 @@ def test_automatic_drafts_refuse_nothing_on_any_rank(two: RankProcesses, llama: 
     without = two.run(rank_work.least_memory, llama, options)
     with_them = two.run(rank_work.least_memory, llama, options | {"draft": NGRAM})
     automatic = {"resident": 0, "draft": "auto"}
-    for small in range(2):
+    for small, memory, drafts in ((0, without, False), (1, without, False), (1, with_them, True)):
         assert without[small] < with_them[small]
-        for memory, drafts in ((without[small], False), (with_them[small], True)):
-            each = [automatic | ({"memory": memory} if rank == small else {}) for rank in range(2)]
-            (found, did), (_, other) = two.run(rank_work.each_with_options, llama, 20, each)
-            assert found == expected
-            assert (did["drafted"] > 0) == (other["drafted"] > 0) == drafts
+        each = [automatic | ({"memory": memory[small]} if rank == small else {}) for rank in range(2)]
+        (found, did), (_, other) = two.run(rank_work.each_with_options, llama, 20, each)
+        assert found == expected
+        assert (did["drafted"] > 0) == (other["drafted"] > 0) == drafts
     # Who asked for them is told what they need.
     told = two.run(rank_work.refused, llama, options | {"draft": NGRAM, "memory": min(without)})
     assert all("the smallest that works is" in each for each in told)

@@ -75,7 +75,7 @@ def run(capsys: Output, *args: str) -> tuple[int, str, str]:
 # Every flag of every command
 
 NUMBERS = ("", "x", "-1", "0", "1" + "0" * 30, "nan", "inf")
-WORDS = ("", " ", "\udcff", "a\nb", "[/]", "x" * 300)
+WORDS = ("", " ", "\udcff", "a\n[/]", "x" * 300)
 PATHS = ("", "FOLDER", "FILE", "/dev/full", "no/such/x", "\udcff", "x" * 300)
 
 
@@ -140,7 +140,7 @@ def test_no_value_of_any_flag_ends_in_a_traceback(
     base = baseline(command, least, tmp_path)
     capsys.readouterr()
     for flag in flags_of(command):
-        for value in NUMBERS if flag.type in (int, float) else PATHS if flag.type is Path else WORDS + PATHS[1:4]:
+        for value in NUMBERS if flag.type in (int, float) else PATHS if flag.type is Path else WORDS + PATHS[1:3]:
             monkeypatch.setattr("sys.stdin", io.StringIO(""))
             status, out, err = run(capsys, command, *base, f"{flag.option_strings[0]}={value}")
             told = f"{flag.option_strings[0]}={value!r}: {status}, {out}{err}"
@@ -243,22 +243,24 @@ def test_whatever_else_is_raised_is_one_line_and_a_traceback_if_wanted(
     assert status == 1 and err.startswith("Traceback") and err.splitlines()[-1].startswith("outcore info: ZeroDiv")
 
 
-def test_streams_that_are_full_closed_or_of_another_encoding(model: Path) -> None:
+def test_streams_that_are_full_closed_or_of_another_encoding(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcore_ = f'"{sys.executable}" -m outcore'
-    info, little = f'{outcore_} info "{model}" --memory 1GB', f"{outcore_} cache ls"
+    little = f"{outcore_} cache ls"
     for line, status, says in (
         (f"{little} >/dev/full", 1, "outcore cache: cannot write the output: No space left"),
         (f"{little} --json 2>&1 >/dev/full", 1, ""),
         (f"{outcore_} --version >/dev/full", 1, "No space left"),
         (f"{outcore_} generate --help >/dev/full", 1, "No space left"),
         (f"{outcore_} nosuch 2>/dev/full", 2, ""),
-        (f"{info} >&- 2>&- <&-", 0, ""),
-        (f"PYTHONIOENCODING=ascii {outcore_} plan '{model}' --no-calibrate --memory 1GB", 0, ""),
+        (f"{little} >&- 2>&- <&-", 0, ""),
         (f"{little} | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}", None, ""),
     ):
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
         assert status in (None, done.returncode), (line, done)
         assert says in done.stderr and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, line
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "ascii"))
+    assert main(["plan", str(model), "--no-calibrate", "--memory", "1GB"]) == 0 and b"\\u" in written.getvalue()
 
 
 def test_without_mlx_one_line_names_the_extras(tmp_path: Path) -> None:
