@@ -161,17 +161,21 @@ def limits_beside_others(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
-    """No test leaves a reader thread behind, or MLX's limits changed where no model is left."""
+    """No test leaves a reader thread behind, or MLX's limits changed where no model is left.
+
+    Threads of a model that a module's tests share are there before."""
+    before = set(_threads())
     yield
-    if _threads():
+    if _threads() - before:
         gc.collect()  # models that were not closed; not after every test, as it takes 0.1 s
     end = time.monotonic() + 30  # a thread that ends itself (the monitor's, when the last model leaves) may be at it
-    while _threads() and time.monotonic() < end:
+    while _threads() - before and time.monotonic() < end:
         time.sleep(0.01)
     if not limits.held:
         found = mx.set_memory_limit(LIMITS[0]), mx.set_cache_limit(LIMITS[1])
         assert found == LIMITS, "MLX's limits are not what they were"
-    assert not _threads(), f"threads left running: {_threads()}"
+    left = [t.name for t in _threads() - before]
+    assert not left, f"threads left running: {left}"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -189,8 +193,8 @@ def nothing_kept(request: pytest.FixtureRequest) -> Iterator[None]:
         gc.collect()
 
 
-def _threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("outcore-")]
+def _threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("outcore-")}
 
 
 @pytest.fixture(scope="session", autouse=True)
