@@ -3,10 +3,10 @@ version; never a wrong token. Copies in which something was changed are refused 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,6 @@ def kept(tmp_path: Path) -> Path:
     for name, at in TEXTS["mtime_ns"].items():
         os.utime(folder / "model" / name, ns=(at, at))
     return folder
-
-
-def run(folder: Path, *words: str, say: str) -> tuple[int, str, str]:
-    own = {"OUTCORE_CACHE": str(folder / "none"), "OUTCORE_CONFIG": os.devnull, "OUTCORE_MONITOR": "off"}
-    done = subprocess.run(
-        [sys.executable, "-m", "outcore", *words],
-        cwd=folder,
-        env=os.environ | own,
-        input=say,
-        capture_output=True,
-        text=True,
-    )
-    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("name", ["packed", "compact"])
@@ -81,13 +68,22 @@ def test_a_prompt_cache_goes_on_as_one_that_is_made_now(
     assert said[0] == said[1] and len(said[0]) > 0
 
 
-def test_a_conversation_goes_on_as_if_it_had_never_been_left(kept: Path) -> None:
+def test_a_conversation_goes_on_as_if_it_had_never_been_left(
+    kept: Path, outcore_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(kept)
+
+    def run(say: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(say))
+        found: tuple[int, str, str] = outcore_here(*words)
+        return found
+
     words = ["chat", "--model", "model", "--memory", "1GB", "--resident", "0", "--draft", "none", "-m", "6"]
     document = json.loads((kept / "conversation.json").read_text())
     (kept / "later.json").write_text(json.dumps(document | {"schema": 99}))
-    status, out, err = run(kept, *words, say="/load later.json\nw1 w2 w3\nw4 w5\nw6 w7\nq\n")
+    status, out, err = run("/load later.json\nw1 w2 w3\nw4 w5\nw6 w7\nq\n")
     assert status == 0 and "later.json" in out + err and "schema" in out + err
-    status, again, err = run(kept, *words, say="/load conversation.json\nw6 w7\nq\n")
+    status, again, err = run("/load conversation.json\nw6 w7\nq\n")
     assert status == 0 and again.splitlines()[-1] == out.splitlines()[-1], err
 
 

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ ASKED: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "models": ("GET", "/v1/models", None),
     "chat": ("POST", "/v1/chat/completions", CHAT),
     "chat.two_with_logprobs": ("POST", "/v1/chat/completions", CHAT | {"n": 2, "logprobs": True, "top_logprobs": 2}),
-    "chat.stop": ("POST", "/v1/chat/completions", CHAT | {"stop": ["\n"], "max_tokens": 40}),
+    "chat.stop": ("POST", "/v1/chat/completions", CHAT | {"stop": ["e", "a", " ", "\n"], "max_tokens": 20}),
     "chat.stream": ("POST", "/v1/chat/completions", CHAT | {"stream": True}),
     "chat.stream_with_usage": (
         "POST",
@@ -68,8 +68,10 @@ ASKED: dict[str, tuple[str, str, dict[str, Any] | None]] = {
 
 
 @pytest.fixture(scope="module")
-def address(served: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = Path(shutil.copytree(served, tmp_path_factory.mktemp("served") / "model"))
+def address(
+    quick_models: Callable[[int], Path], demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    folder = Path(shutil.copytree(quick_models(2), tmp_path_factory.mktemp("served") / "model"))
     shutil.copy(demo_model / "chat_template.jinja", folder)
     own = {
         "OUTCORE_CACHE": str(tmp_path_factory.mktemp("serve")),
@@ -163,7 +165,7 @@ def test_no_part_of_a_stop_string_is_in_an_answer(address: str) -> None:
         body = CHAT | {"max_tokens": 16}
         whole = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
         assert len(whole) > 12
-        for at in range(1, len(whole) - 6, len(whole) // 4):
+        for at in range(1, len(whole) - 6, len(whole) // 3):
             stops = [whole[at : at + 6], whole[at + 1 : at + 3] + "\x00", whole[at : at + 2] + "\x00"]
             expected = whole[: whole.index(stops[0])]
             answer = client.post("/v1/chat/completions", json=body | {"stop": stops}).json()["choices"][0]
