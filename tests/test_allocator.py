@@ -141,10 +141,10 @@ def test_elsewhere_nothing_is_wired(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_views_of_slots_are_evaluated_before_the_first_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = outcore.load_model(folder, memory="1GB", resident=0, context=64)
     weights = model.outcore.streaming.layers.weights
-    assert weights._views.keys() == {
+    assert weights.views.keys() == {
         (n, slot) for n in range(len(weights.units)) for slot in range(len(weights.ring.slots))
     }
-    for arrays in weights._views.values():
+    for arrays in weights.views.values():
         for view in arrays:
             with tempfile.NamedTemporaryFile("r", suffix=".dot") as file:
                 mx.export_to_dot(file.name, view)
@@ -154,7 +154,7 @@ def test_views_of_slots_are_evaluated_before_the_first_pass(folder: Path, monkey
     monkeypatch.setattr(mx, "eval", lambda *a: evaluated.append(a) or original(*a))
     ids = mx.array([[1, 2]])
     original(model(ids))
-    views = {id(a) for arrays in weights._views.values() for a in arrays}
+    views = {id(a) for arrays in weights.views.values() for a in arrays}
     assert not [a for call in evaluated for a in call if isinstance(a, mx.array) and id(a) in views]
     assert isinstance(model, nn.Module)
     model.outcore.close()

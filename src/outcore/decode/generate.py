@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import replace
 from inspect import signature
+from operator import attrgetter
 from typing import Any, cast
 
 import mlx.core as mx
@@ -91,7 +92,7 @@ def stream_generate(
     # Set here too, because Python may handle a signal before a generator's first instruction.
     session.in_cache = 0
     responses = _stream(model, session, tokenizer, prompt, max_tokens, kwargs)
-    return served(session.exclusive, responses, lambda response: response.finish_reason is not None)
+    return served(session.exclusive, responses, attrgetter("finish_reason"))
 
 
 def _checked(tokenizer: Any, prompt: Any, max_tokens: int) -> tuple[TokenizerWrapper, mx.array, int]:

@@ -100,7 +100,7 @@ class SpeculativeDecoder:
         undrafted = one is not None and one.drafts.control is None
         controls = [] if undrafted else [text.drafts.control for text in going if text.drafts.control is not None]
         began, tokens, experts = clock(), list[Token](), session.metrics.experts
-        brought = experts.brought
+        brought = experts.brought if controls else 0
         within: AbstractContextManager[Undo | None] = contextlib.nullcontext()
         if one is not None:
             fed = len(one.runner.pending) + 1 + len(drafted[0]) if going else sum(each.tokens for each in one.prompt)

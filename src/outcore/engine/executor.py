@@ -20,7 +20,7 @@ from ..disk.metrics import Metrics
 from ..disk.ring import Lease
 from ..errors import OutcoreError
 from ..machine.allocator import note_held
-from ..modules.hooks import Call, caches_in, handles, tokens_in
+from ..modules.hooks import Call, caches_in, handles, put, tokens_in
 from .seams import ExpertCaches, KVOffloader, Stage
 from .streamed_layers import StreamedLayers
 from .undo import Moved, Undo
@@ -185,15 +185,11 @@ class LayerExecutor:
     def bind(self, layers: StreamedLayers) -> None:
         self._layers = layers
 
-    def aside(self, unit: int) -> bool:
-        """Whether this pass leaves a unit out."""
-        return self.pooled and self._layers.units[unit].experts
-
     # Calls
 
     def whole(self, unit: int) -> Call:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            if self.aside(unit):
+            if self.pooled and self._layers.units[unit].experts:
                 return self._passed(unit, original(*args, **kwargs))
             if self.kv is not None:
                 self._enter(unit, args, kwargs)
@@ -201,7 +197,8 @@ class LayerExecutor:
             try:
                 out = original(*args, **kwargs)
             finally:
-                self._layers.weights.withdraw(unit)
+                weights = self._layers.weights
+                put(weights.units[unit].layer.parameters, weights.absent[unit])
             turn.arrays = handles(out, args, kwargs)
             if not self._transport.alone:
                 turn.leaving = self._transport.leaving(self._layers.module(unit), out)
@@ -216,7 +213,7 @@ class LayerExecutor:
         """Returns the replacement for the call of a module inside a layer that is streamed in several units."""
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            if self.aside(unit):
+            if self.pooled and self._layers.units[unit].experts:
                 return original(*args, **kwargs)
             if self._open is None or self._open.unit != unit:
                 self.close_part()
@@ -273,7 +270,7 @@ class LayerExecutor:
         """Puts views of a unit's slot into the model, perhaps before the weights were read. A recorded pass takes no
         slot: it computes from the ring's order which slot the unit will have."""
         self.tokens = max(self.tokens, tokens_in(args))
-        ring, weights = self._layers.ring, self._layers.weights
+        ring, weights, layer = self._layers.ring, self._layers.weights, self._layers.units[unit].layer
         if (within := self.recording) is not None:
             turns = sum(r.unit is not None for r in within.units)
             slot = (ring.next_slot + turns) % len(ring.slots)
@@ -281,7 +278,8 @@ class LayerExecutor:
             if at not in within.made:
                 within.made[at] = weights.made(unit, slot)
             within.units.append(turn)
-            weights.put(unit, slot, args, within.made[at])
+            views = weights.views[unit, slot]
+            put(layer.parameters, views if weights.plain[unit] else weights.of(unit, slot, args, within.made[at]))
             return turn
         if self.pooled and self.experts is not None and self.experts.pending:
             # What follows depends on experts that have to be read first; meanwhile the ring may read, too.
@@ -292,11 +290,12 @@ class LayerExecutor:
             # Compute the resident layers before this one, which are in the graph of its inputs, during the read.
             if not self._transport.alone:
                 self.settle()
-            # Leave caches out, so that their buffers can be reused.
-            mx.async_eval([a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)])
+            # MLX leaves caches out, so that their buffers can be reused.
+            mx.async_eval(args, kwargs)
         if self._evaluates:
             self.arrive(lease)
-        weights.put(unit, lease.slot, args)
+        views = weights.views[unit, lease.slot]
+        put(layer.parameters, views if weights.plain[unit] else weights.of(unit, lease.slot, args))
         return Recorded(unit, [], lease=lease)
 
     def _end(self, turn: Recorded) -> None:

@@ -168,20 +168,25 @@ class Binding:
 
 class Weights:
     """Units' parameters as views of slots. ``copies``: the device has its own memory, and calls with many tokens or
-    several sequences copy their weights there first."""
+    several sequences copy their weights there first.
+
+    Attributes:
+        plain: whether a unit's parameters are all used as they lie in a slot.
+        views: by unit and slot, its parameters there as they are stored; ``absent``: by unit, arrays that stand for
+            parameters that are not there: any use of them fails.
+    """
 
     def __init__(self, units: Sequence[StreamedUnit], ring: Ring, *, copies: bool) -> None:
         self.units = units
         self.ring = ring
         self.copies = copies
-        # Whether a unit's parameters are all used as stored.
-        self._plain = [all(each is None for each in (*u.decoders, *u.cast)) for u in units]
+        self.plain = [not copies and all(each is None for each in (*u.decoders, *u.cast)) for u in units]
         self._shared: dict[tuple[int, int, str, tuple[int, ...]], mx.array] = {}
-        self._absent = [absent([p.array for p in u.layer.parameters]) for u in units]
+        self.absent = [absent([p.array for p in u.layer.parameters]) for u in units]
         # Evaluate all views now: later, each would wait behind the queued work of a GPU.
         places = [(n, slot) for n in range(len(units)) for slot in range(len(ring.slots))]
-        self._views = {(n, slot): [self._view(slot, f) for f in units[n].unit.fields] for n, slot in places}
-        mx.eval(list(self._views.values()))
+        self.views = {(n, slot): [self._view(slot, f) for f in units[n].unit.fields] for n, slot in places}
+        mx.eval(list(self.views.values()))
 
     def of(self, unit: int, slot: int, args: Any = (), made: Sequence[mx.array | None] | None = None) -> list[mx.array]:
         """Returns a unit's parameters in a slot for a call with ``args``. ``made``: what ``self.made`` returned; None:
@@ -190,12 +195,12 @@ class Weights:
         made = self.made(unit, slot) if made is None else made
         return [
             m if m is not None else mx.concatenate([v[:1], v[1:]]) if copied and v.shape[0] > 1 else v
-            for v, m in zip(self._views[unit, slot], made, strict=True)
+            for v, m in zip(self.views[unit, slot], made, strict=True)
         ]
 
     def made(self, unit: int, slot: int) -> list[mx.array | None]:
         """Returns the unevaluated decoded or cast form of each parameter; None for each that is used as stored."""
-        u, views = self.units[unit], self._views[unit, slot]
+        u, views = self.units[unit], self.views[unit, slot]
         decoders = u.decoders or [None] * len(views)
         found: list[mx.array | None] = []
         for view, d, to in zip(views, decoders, u.cast, strict=True):
@@ -209,7 +214,7 @@ class Weights:
         Codes whose high bits a draft holds are not joined with them yet: during a pass, the high bits of all layers
         would be in memory twice.
         """
-        views = self._views[unit, slot]
+        views = self.views[unit, slot]
         decoders = self.units[unit].decoders or [None] * len(views)
         triples = zip(views, self.made(unit, slot), decoders, strict=True)
         return self.of(unit, slot, (), [view if isinstance(d, nn.Module) else m for view, m, d in triples])
@@ -223,16 +228,12 @@ class Weights:
             self._shared[key] = view.view(DTYPES[f.dtype]).reshape(f.shape)
         return self._shared[key]
 
-    def put(self, unit: int, slot: int, args: Any, made: Sequence[mx.array | None] | None = None) -> None:
-        plain = self._plain[unit] and not self.copies
-        put(self.units[unit].layer.parameters, self._views[unit, slot] if plain else self.of(unit, slot, args, made))
-
     def withdraw(self, unit: int) -> None:
         """Removes a unit's parameters from the model: any use of them fails from then on."""
-        put(self.units[unit].layer.parameters, self._absent[unit])
+        put(self.units[unit].layer.parameters, self.absent[unit])
 
     def close(self) -> None:
-        self._views.clear()
+        self.views.clear()
         self._shared.clear()
 
 
@@ -259,7 +260,9 @@ class StreamedLayers:
 
     @property
     def order(self) -> list[int]:
-        return [i for i in self._order if self.module(i) not in self._resident and not self._executor.aside(i)]
+        aside = self._executor.pooled  # this pass leaves units of experts out
+        resident, units = self._resident, self.units
+        return [i for i in self._order if self.module(i) not in resident and not (aside and units[i].experts)]
 
     def is_resident(self, layer: nn.Module) -> bool:
         return id(layer) in self._resident

@@ -115,7 +115,7 @@ class Exclusive:
 
 
 def served(
-    exclusive: Exclusive, steps: Generator[Item, None, None], is_last: Callable[[Item], bool] = lambda _: False
+    exclusive: Exclusive, steps: Generator[Item, None, None], is_last: Callable[[Item], object] = lambda _: False
 ) -> Iterator[Item]:
     """Yields from ``steps`` with exclusive use of the model; no signal interrupts a step.
 
@@ -123,8 +123,8 @@ def served(
     ``NotHandedOut`` is thrown into ``steps`` at its last ``yield``.
 
     Args:
-        is_last: whether an item is the last one. If so, ``steps`` runs to its end before the item is yielded, so that
-            other threads can use the model; an error at its end is raised after that item, also on ``close``.
+        is_last: true of the last item. Then ``steps`` runs to its end before the item is yielded, so that other
+            threads can use the model; an error at its end is raised after that item, also on ``close``.
 
     Raises:
         BusyError: another thread generates, or began this text.
@@ -225,7 +225,7 @@ class _Held:
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> None:
-        if not _in_main_thread():
+        if threading.current_thread() is not threading.main_thread():
             return
         if self._depth == 0:
             # SIGINT first, since it is the likeliest to arrive while handlers are replaced.
@@ -241,7 +241,7 @@ class _Held:
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        if not _in_main_thread():
+        if threading.current_thread() is not threading.main_thread():
             return
         self._depth -= 1
         if self._depth == 0:
@@ -262,7 +262,7 @@ class _Held:
 
     def check(self) -> None:
         """Handles postponed signals, then calls this thread's ``asking`` callback. Raises what either raises."""
-        while self._came and _in_main_thread():
+        while self._came and threading.current_thread() is threading.main_thread():
             number = self._came.popleft()
             # A handler may install another handler for its signal.
             _set_handler(number, self._handlers[number])
@@ -273,10 +273,6 @@ class _Held:
                 _set_handler(number, self._note)
         if _asked.call is not None:
             _asked.call()
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 # ``with held:`` postpones signals until the end of the block, or until ``interrupts.check``.

@@ -291,23 +291,8 @@ class Pressure:
 def read_pressure(root: Path = Path("/")) -> Pressure:
     """Reads the system's state; takes 0.8 ms on Linux."""
     folders, level = cgroup_folders(root), pressure_level()
-    oom, oom_kill, under_oom = _events(folders)
-    swapped = re.search(r"(?m)^pswpin (\d+)$", text_of(root / "proc/vmstat"))
-    return Pressure(
-        limits=memory_limits(root, folders),
-        swap_ins=None if swapped is None else int(swapped[1]),
-        major_faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
-        oom=oom,
-        oom_kill=oom_kill,
-        under_oom=under_oom,
-        macos_level=level,
-        warning_room=None if level is None else warning_room(),
-    )
-
-
-def _events(folders: Sequence[tuple[int, Path]]) -> tuple[int, int, bool]:
-    """Returns ``oom`` of all the groups, ``oom_kill`` of this process's own, and ``under_oom``, as in ``Pressure``."""
-    oom = killed = 0
+    # ``oom`` of all the groups, ``oom_kill`` of this process's own.
+    oom = oom_kill = 0
     under_oom = False
     own: set[int] = set()  # versions whose own group was seen
     for version, folder in folders:
@@ -322,8 +307,18 @@ def _events(folders: Sequence[tuple[int, Path]]) -> tuple[int, int, bool]:
         else:
             counts = fields_of(folder / "memory.oom_control")
             under_oom = under_oom or bool(counts.get("under_oom"))
-        killed += counts.get("oom_kill", 0) if first else 0
-    return oom, killed, under_oom
+        oom_kill += counts.get("oom_kill", 0) if first else 0
+    swapped = re.search(r"(?m)^pswpin (\d+)$", text_of(root / "proc/vmstat"))
+    return Pressure(
+        limits=memory_limits(root, folders),
+        swap_ins=None if swapped is None else int(swapped[1]),
+        major_faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
+        oom=oom,
+        oom_kill=oom_kill,
+        under_oom=under_oom,
+        macos_level=level,
+        warning_room=None if level is None else warning_room(),
+    )
 
 
 # Values that macOS reports through ``sysctlbyname(3)``. Never tried on a Mac.
