@@ -23,7 +23,7 @@ from result_file import write_result
 
 def launched(ranks: int, disk: str, words: list[str], scratch: Path, cores: bool) -> dict[str, Any]:
     """One run; of a single rank without a launcher. ``cores``: each rank is kept to one of the processor."""
-    limited = [sys.executable, os.environ.get("LIM", str(ROOT / "benchmarks" / "limited_outcore.py")), disk]
+    limited = [sys.executable, str(ROOT / "benchmarks" / "limited_outcore.py"), disk]
     command = [*(["taskset", "-c", "0"] if cores else []), *limited, *words]
     if ranks > 1:
         # Where the launcher starts ``python -m outcore``, reads are limited.

@@ -11,15 +11,15 @@ An expression has:
     count(results[variant=tiny])   how many entries
 """
 
+import ast
 import json
 import re
 from collections.abc import Callable
 from typing import Any
 
 FORMAT = re.compile(r"[+,]?(?:\.\d+)?[fdegs%]")
-TOKEN = re.compile(
-    r"\s*(?:(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)|(?P<name>[A-Za-z_][\w-]*)|(?P<other>[*/(),.]|\[[^\]]*\]))"
-)
+# A selector, or a key that is no name of Python's; Python then reads both as strings in brackets.
+QUOTED = re.compile(r"\[([^\]]*)\]|(\.[A-Za-z_]\w*(?:-\w+)+)")
 
 
 class NumberError(Exception):
@@ -29,94 +29,41 @@ class NumberError(Exception):
 FUNCTIONS: dict[str, Callable[[list[Any]], Any]] = {"max": max, "min": min, "sum": sum, "count": len}
 
 
-class Expression:
-    """A recursive-descent reader that computes as it goes: products of numbers, paths and functions."""
-
-    def __init__(self, text: str, data: Any) -> None:
-        self.text = text
-        self.data = data
-        self.tokens: list[tuple[str, str]] = []
-        at = 0
-        while at < len(text.rstrip()):
-            match = TOKEN.match(text, at)
-            if match is None:
-                raise NumberError(f"cannot read {text[at:]!r}")
-            self.tokens.append((match.lastgroup or "", match.group(match.lastgroup or 0)))
-            at = match.end()
-        self.at = 0
-
-    def value(self) -> Any:
-        """What the whole expression comes to."""
-        result = self._product()
-        if self.at < len(self.tokens):
-            raise NumberError(f"{self.text!r}: {self.tokens[self.at][1]!r} is one too many")
-        if isinstance(result, list):
-            raise NumberError(f"{self.text!r}: {len(result)} entries where one is wanted")
-        return result
-
-    def _peek(self) -> str:
-        return self.tokens[self.at][1] if self.at < len(self.tokens) else ""
-
-    def _next(self) -> tuple[str, str]:
-        if self.at >= len(self.tokens):
-            raise NumberError(f"{self.text!r}: ends too early")
-        self.at += 1
-        return self.tokens[self.at - 1]
-
-    def _expect(self, wanted: str) -> None:
-        if self._next()[1] != wanted:
-            raise NumberError(f"{self.text!r}: {wanted!r} is missing")
-
-    def _product(self) -> Any:
-        result = self._atom()
-        while self._peek() in ("*", "/"):
-            operator = self._next()[1]
-            other = _number(self._atom())
-            if operator == "/" and other == 0:
-                raise NumberError(f"{self.text!r}: division by 0")
-            result = _number(result) * other if operator == "*" else _number(result) / other
-        return result
-
-    def _atom(self) -> Any:
-        kind, token = self._next()
-        if kind == "number":
-            return float(token)
-        if kind == "name" and self._peek() == "(":
-            return self._function(token)
-        if kind != "name":
-            raise NumberError(f"{self.text!r}: {token!r} is no path")
-        return self._path(token)
-
-    def _function(self, name: str) -> Any:
-        if name not in FUNCTIONS:
+def _values(node: ast.expr, data: Any) -> list[Any]:
+    """All values that an expression stands for, by Python's own reading of it with quoted selectors."""
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return [number]
+        case ast.Name(id=key):
+            return [_key(data, key)]
+        case ast.Attribute(value=inner, attr=key):
+            return [_key(value, key) for value in _values(inner, data)]
+        case ast.Subscript(value=inner, slice=ast.Constant(value=str(selector))):
+            return [entry for value in _values(inner, data) for entry in _select(value, selector)]
+        case ast.BinOp(left=left, op=ast.Mult() | ast.Div() as operator, right=right):
+            a, b = _number(_one(left, data)), _number(_one(right, data))
+            if isinstance(operator, ast.Div) and b == 0:
+                raise NumberError("division by 0")
+            return [a * b if isinstance(operator, ast.Mult) else a / b]
+        case ast.Call(func=ast.Name(id=name), args=args) if name in FUNCTIONS:
+            given = [value for each in args for value in _entries(_values(each, data))]
+            if not given and name != "count":
+                raise NumberError(f"{name} of nothing")
+            return [FUNCTIONS[name]([*given] if name == "count" else [_number(value) for value in given])]
+        case ast.Call(func=ast.Name(id=name)):
             raise NumberError(f"no function {name!r}; there are {', '.join(FUNCTIONS)}")
-        self._expect("(")
-        values: list[Any] = []
-        while True:
-            value = self._product()
-            values += value if isinstance(value, list) else [value]
-            if self._peek() != ",":
-                break
-            self._next()
-        self._expect(")")
-        if name == "count":
-            return len(values)
-        if not values:
-            raise NumberError(f"{self.text!r}: {name} of nothing")
-        return FUNCTIONS[name]([_number(v) for v in values])
+    raise NumberError(f"cannot read {ast.unparse(node)!r}")
 
-    def _path(self, first: str) -> Any:
-        found = [_key(self.data, first)]
-        while self._peek() == "." or self._peek().startswith("["):
-            token = self._next()[1]
-            if token == ".":
-                key = self._next()[1]
-                found = [_key(entry, key) for entry in found]
-                continue
-            found = [entry for value in found for entry in _select(value, token[1:-1].strip())]
-        if len(found) == 1:
-            return found[0]
-        return found
+
+def _entries(found: list[Any]) -> list[Any]:
+    return found[0] if len(found) == 1 and isinstance(found[0], list) else found
+
+
+def _one(node: ast.expr, data: Any) -> Any:
+    entries = _entries(found := _values(node, data))
+    if len(found) != 1 or entries is not found:
+        raise NumberError(f"{ast.unparse(node)!r}: {len(entries)} entries where one is wanted: not a number")
+    return found[0]
 
 
 def _key(value: Any, key: str) -> Any:
@@ -126,6 +73,8 @@ def _key(value: Any, key: str) -> Any:
 
 
 def _select(value: Any, selector: str) -> list[Any]:
+    if selector.startswith("."):
+        return [_key(value, selector[1:])]
     if not isinstance(value, list):
         raise NumberError(f"[{selector}]: not a list")
     if selector == "*":
@@ -149,8 +98,7 @@ def _shown(entry: Any, path: str) -> str:
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        what = f"{len(value)} entries" if isinstance(value, list) else repr(value)
-        raise NumberError(f"{what}: not a number")
+        raise NumberError(f"{value!r}: not a number")
     return value
 
 
@@ -163,7 +111,11 @@ def evaluate(title: str, data: Any) -> str:
     expression, _, spec = title.strip().rpartition(" ")
     if not expression or not FORMAT.fullmatch(spec):
         raise NumberError(f"title {title!r}: write an expression and a format, such as 'a.b .2f'")
-    value = Expression(expression, data).value()
+    try:
+        read = ast.parse(QUOTED.sub(lambda m: f"[{(m[1] or m[2]).strip()!r}]", expression), mode="eval").body
+    except SyntaxError as e:
+        raise NumberError(f"cannot read {expression!r}") from e
+    value = _one(read, data)
     if spec.endswith("s"):
         return str(value)
     number = _number(value)
