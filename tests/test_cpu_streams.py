@@ -22,7 +22,8 @@ MODES = [*(("affine", bits) for bits in (2, 3, 4, 5, 6, 8)), ("mxfp4", 4), ("nvf
 IN_TURN = [(*mode, DTYPES[(i + i // 3) % 3]) for i, mode in enumerate(MODES)]
 """Each way to quantize with one type of what is computed."""
 TOKENS = (1, 2, 3, 5, 17)
-OFFSETS = (1, 2, 3, 5, 7, 15, 17, 63)
+OFFSETS = (1, 2, 4, 63)
+"""Of an address: odd, and aligned for two and for four bytes, but not for a vector."""
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,7 @@ def assert_split_changes_no_bit(module: nn.Module, dims: int, dtype: mx.Dtype, n
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_linear_layer_split_by_rows_gives_the_same_bits(dtype: mx.Dtype, bias: bool, rows: int) -> None:
-    for dims in (64, 100, 515):
+    for dims in (64, 515):
         assert_split_changes_no_bit(random(nn.Linear(dims, rows, bias=bias), dtype), dims, dtype)
 
 
@@ -237,15 +238,13 @@ def test_linear_layers_compute_the_same_bits_from_any_address(dtype: mx.Dtype, s
 
 
 @unaligned
-@pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize(("mode", "bits", "dtype"), IN_TURN, ids=str)
-def test_quantized_layers_compute_the_same_bits_from_any_address(
-    mode: str, bits: int, dtype: mx.Dtype, streams: int
-) -> None:
+def test_quantized_layers_compute_the_same_bits_from_any_address(mode: str, bits: int, dtype: mx.Dtype) -> None:
+    """Whole, and split: one token and several each."""
     module = quantized(random(nn.Linear(128, 160), dtype), mode, bits)
     assert {key for _, key in matrices(module)} >= {"weight", "scales"}
-    split_rows(module, streams, smallest=0)
-    for x in inputs(128, dtype, (1, 17)):
+    for streams, x in zip((1, 1, 2, 2), inputs(128, dtype, (1, 17, 1, 17)), strict=False):
+        split_rows(module, streams, smallest=0)
         assert_the_same_at_every_address(module, lambda x=x: module(x))
 
 

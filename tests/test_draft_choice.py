@@ -169,9 +169,9 @@ def test_a_machine_that_was_never_measured_begins_with_n_grams(folder: Path, mon
     with model.outcore as session:
         assert session.plan.streams and not session.plan.calibrated and session.drafting is not None
         ones = outcore.stream_generate(
-            model, TokensOnly(), [3, 4, 5, 6], max_tokens=24, sampler=lambda logprobs: mx.ones(1, mx.int32)
+            model, TokensOnly(), [3, 4, 5, 6], max_tokens=10, sampler=lambda logprobs: mx.ones(1, mx.int32)
         )
-        assert [r.token for r in ones] == [1] * 24
+        assert [r.token for r in ones] == [1] * 10
         assert session.metrics.accepted > 0, "a text that repeats itself is drafted"
 
 
@@ -288,7 +288,7 @@ def test_memory_of_a_draft_that_does_not_pay_goes_to_layers_in_mid_text(
 ) -> None:
     options: dict[str, Any] = {"context": 96, "prompt": 16}
     if chosen == "ngram":
-        monkeypatch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | {"num_hidden_layers": 12, "vocab_size": 2048})
+        monkeypatch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | {"num_hidden_layers": 6, "vocab_size": 1024})
         folder = zoo.save_checkpoint("qwen3", tmp_path / "model")
         memory = budget_for(folder, "none", 0.5, **options)
     else:
@@ -299,7 +299,7 @@ def test_memory_of_a_draft_that_does_not_pay_goes_to_layers_in_mid_text(
         model, _ = outcore.load_model(folder, memory=memory, draft=draft, govern=False, **options)
         with model.outcore as session:
             found.append((session.drafting and session.drafting.name, len(session.plan.resident), session))
-            return [r.token for r in outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6], max_tokens=48)]
+            return [r.token for r in outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6], max_tokens=20)]
 
     found: list[tuple[str | None, int, Any]] = []
     expected = answer("none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,11 +25,12 @@ from outcore.decode.speculative_decoder import SpeculativeDecoder
 from outcore.plan.joint_plan import MOST, NGRAM, Draft, Planning
 from outcore.plan.workload import Workload
 from stand_ins import Oracle
-from test_continuous import LENGTHS, ONE, PROMPTS, endless, write
+from test_continuous import ONE, PROMPTS, endless, write
 from test_drafted_batches import Noted, assert_bits, plainly
 from test_planning import sized
 from test_speculate import NINE, plain_answer, tokens, with_oracle
 
+LENGTHS = [6, 9, 4, 8, 5]
 LOADED: dict[str, Any] = {"resident": 0, "context": 64, "prompt": 9, "govern": False}
 
 
@@ -143,11 +145,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return zoo.save_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
 
 
+@functools.cache
+def alone(folder: Path) -> list[Any]:
+    """What mlx-lm says to each prompt."""
+    return plainly(folder, PROMPTS, max(LENGTHS))
+
+
 @pytest.mark.parametrize(("exact", "resident"), [(True, 1), (True, None), (False, 1)])
 def test_texts_that_come_and_go_have_passes_of_their_own_where_that_is_chosen(
     exact: bool, resident: int | None, llama: Path
 ) -> None:
-    expected = plainly(llama, PROMPTS, max(LENGTHS))
+    expected = alone(llama)
     options = {"resident": resident, "context": 64, "draft": "none", "exact_batch": exact, **ONE}
     model, _ = outcore.load_model(llama, memory="200MB", **options)
     with model.outcore as session:
@@ -165,7 +173,7 @@ def test_texts_that_come_and_go_have_passes_of_their_own_where_that_is_chosen(
 def test_a_batch_has_passes_of_its_own_for_each_text_where_that_is_chosen(
     llama: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = plainly(llama, PROMPTS, max(LENGTHS))
+    expected = alone(llama)
     monkeypatch.setattr(BatchDecoder, "__init__", lambda *_: pytest.fail("texts share rows of one cache"))
     model, _ = outcore.load_model(llama, resident=1, context=64, draft="none", exact_batch=True, **ONE)
     with model.outcore as session:

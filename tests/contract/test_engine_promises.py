@@ -102,12 +102,12 @@ def test_experts_give_mlx_lms_bits_with_any_number_of_them_in_memory(models: Any
 def test_experts_that_are_given_up_in_the_middle_of_a_text_change_no_bit(models: Any, load: Any) -> None:
     """The text outgrows what was planned for it, so that fewer experts have a place in memory from then on."""
     folder, room = models.with_experts(), {"context": 16, "prompt": 8}
-    expected = models.theirs(folder, PROMPT[:8], 16)
+    expected = models.theirs(folder, PROMPT[:8], 12)
     for experts in (6, 12):
         budget = models.smallest(folder, experts=experts, **room) + 50_000
         model = load(folder, memory=budget, **room)
         before = model.outcore.plan
-        assert models.ours(model, PROMPT[:8], 16) == expected, experts
+        assert models.ours(model, PROMPT[:8], 12) == expected, experts
         assert model.outcore.plan.pool_bytes < before.pool_bytes and model.outcore.plan.peak_bytes <= budget
 
 
@@ -165,7 +165,7 @@ def test_sequences_that_come_and_go_have_the_tokens_that_they_have_alone(quick_m
 @pytest.mark.parametrize("share", [0.4, 0.8])
 def test_what_mlx_holds_never_passes_the_budget(share: float, models: Any, load: Any) -> None:
     """Of a model whose layers are much larger than what its tokens take."""
-    folder = models.folder("qwen3", hidden_size=512, intermediate_size=1024, num_hidden_layers=8)
+    folder = models.folder("qwen3", hidden_size=512, intermediate_size=1024, num_hidden_layers=5)
     budget = int(share * (folder / "model.safetensors").stat().st_size)
     gc.collect()
     mx.clear_cache()
@@ -197,8 +197,13 @@ def test_a_text_that_outgrows_its_plan_keeps_its_bits_and_reads_each_layer_once_
 # ---- what goes wrong ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model_type", "bound"), [("llama", None), ("qwen3", 8), ("qwen3_5", None), ("mamba2", None)])
-@pytest.mark.parametrize("way", ["resident", "streamed"])
+@pytest.mark.parametrize(
+    ("way", "model_type", "bound"),
+    [
+        ("resident", "llama", None), ("resident", "qwen3_5", None), ("streamed", "llama", None),
+        ("streamed", "qwen3", 8), ("streamed", "qwen3_5", None), ("streamed", "mamba2", None),
+    ],
+)  # fmt: skip
 def test_what_a_callers_function_raises_leaves_the_cache_as_it_was(
     way: str, model_type: str, bound: int | None, models: Any, load: Any
 ) -> None:
