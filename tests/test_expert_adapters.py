@@ -99,8 +99,8 @@ def assert_equal(folder: Path, adapter: Path | None, experts: int, dtype: str | 
 
 @pytest.mark.parametrize(
     ("what", "experts", "quantized"),
-    [(what, 40, n % 2 == 1) for n, what in enumerate(WHAT)]
-    + [(what, n, what == "default keys") for what, n in (("default keys", 3), ("whole weights", EXPERTS))],
+    [(what, 3 if what == "default keys" else 40, n % 2 == 1) for n, what in enumerate(WHAT)]
+    + [("whole weights", EXPERTS, False)],
 )
 def test_an_adapter_of_experts(
     folders: Callable[..., Path], tmp_path: Path, quantized: bool, what: str, experts: int
@@ -129,11 +129,8 @@ def test_an_adapter_that_looks_at_weights_itself_has_layers_streamed_whole(
         outcore.load_model(folder, memory="1GB", adapter_path=str(adapter))
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["whole", "4 bit"])
-def test_an_adapter_is_computed_in_the_dtype_that_was_asked_for(
-    folders: Callable[..., Path], tmp_path: Path, quantized: bool
-) -> None:
-    folder = folders(quantized, mx.bfloat16)
+def test_an_adapter_is_computed_in_the_dtype_that_was_asked_for(folders: Callable[..., Path], tmp_path: Path) -> None:
+    folder = folders(True, mx.bfloat16)
     adapter = save_adapter(folder, tmp_path / "adapter", dtype=mx.bfloat16)
     assert_equal(folder, adapter, 40, "float32")
 
@@ -172,7 +169,7 @@ def test_texts_in_a_budget_without_room_for_all_experts(adapted: Any, more: dict
     model, ours = outcore.load(str(folder), memory=budget, **options)
     with model.outcore as session:
         assert session.plan.pools and session.plan.peak_bytes <= budget
-        for prompt, tokens in zip([*prompts, prompts[0]], [*expected, expected[0]], strict=True):
+        for prompt, tokens in zip([*prompts[:2], prompts[0]], [*expected[:2], expected[0]], strict=True):
             assert [r.token for r in outcore.stream_generate(model, ours, prompt, max_tokens=4)] == tokens
         if "sequences" in more:
             texts = outcore.batch_generate(model, ours, prompts, max_tokens=4).texts
