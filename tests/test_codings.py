@@ -29,7 +29,7 @@ from outcore_packs.codings import SPLITTING_SOURCE, SplitDecoder, side_table_of
 from outcore_packs.full_copy import pack_model
 from stand_ins import TokensOnly
 
-IDS = [3 + (7919 * i) % 50 for i in range(40)]
+IDS = [3 + (7919 * i) % 50 for i in range(20)]
 RUN: dict[str, Any] = {"context": 320, "prefill_step_size": 16}
 
 
@@ -243,7 +243,6 @@ def test_layers_come_and_go_and_failures_change_nothing(made: Path, answer: list
 
     model, _ = outcore.load_model(made / "compact", memory="1GB", resident=3, draft="none", **RUN)
     with model.outcore as session:
-        assert same(model, answer)
         assert session.residency.layers.shed(2) == 2 and same(model, answer)
         calls = iter(range(10**6))
 
@@ -255,7 +254,7 @@ def test_layers_come_and_go_and_failures_change_nothing(made: Path, answer: list
         with pytest.raises(Stop):
             same(model, answer)
         assert same(model, answer)
-        assert session.residency.layers.regrow(2) == 2 and same(model, answer) and same(model, answer)
+        assert session.residency.layers.regrow(2) == 2 and same(model, answer)
         assert len(session.plan.resident) == 3
 
 

@@ -11,6 +11,6 @@ from disturbances import Models, Round
 def test_what_goes_on_after_a_disturbance_equals_mlx_lms(tmp_path: Path) -> None:
     """A few rounds; ``benchmarks/disturbances.py`` ran 10,000 (disturbances-cpu.json)."""
     rounds: list[Round] = []
-    disturbances.run(Models(tmp_path, disturbances.TYPES[::4]), 4, 0, 4, rounds.append)
+    disturbances.run(Models(tmp_path, disturbances.TYPES[::4]), 3, 0, 3, rounds.append)
     assert [r for r in rounds if r.differs] == []
     assert any(r.happened for r in rounds)

@@ -34,7 +34,7 @@ from outcore.modules.trace import Trace, trace_pass
 from outcore.sizes import KV_STEP, held_bytes, held_tokens
 from test_equality import KINDS
 
-CONTEXTS = (1, 255, 256, 257, 600)
+CONTEXTS = (1, 255, 256, 300)
 
 
 @functools.cache
