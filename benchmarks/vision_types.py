@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +29,7 @@ import vision_zoo
 from equality import told_apart
 from outcore import load_model
 from outcore.machine.device import COMPUTE_DTYPES
+from result_file import write_result
 
 CHUNKS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [1, 2, 3]]
 STEPS = [21, 22, 23]
@@ -119,26 +121,50 @@ def survey(kind: str, work: Path, dtype: str) -> dict[str, Any]:
     return row
 
 
+def told(kind: str, row: dict[str, Any], seconds: float) -> str:
+    what = "equal" if row["equal"] else f"{row['failed']}: {row['why'][:160]}"
+    more = f" (embedded: {row['embedded'][:60]})" if row.get("embedded", "equal") != "equal" else ""
+    odd = "" if row.get("told_apart", True) else " NOT TOLD APART"
+    return f"{kind:28} {seconds:5.1f} s  {what}{more}{odd}"
+
+
+def work(kinds: list[str], dtype: str) -> None:
+    """Surveys these types and prints each row as a line of JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("OUTCORE_HOME", str(Path(folder) / "home"))
+        for kind in kinds:
+            began = time.monotonic()
+            row = survey(kind, Path(folder), dtype)
+            shutil.rmtree(Path(folder) / kind, ignore_errors=True)
+            print(json.dumps([kind, row, time.monotonic() - began]), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", metavar="FOLDER")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    left = arguments.folders or vision_zoo.folders()
+    if arguments.work:
+        return work(left, arguments.dtype)
     rows: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as work:
-        os.environ.setdefault("OUTCORE_HOME", str(Path(work) / "home"))
-        for kind in arguments.folders or vision_zoo.folders():
-            began = time.monotonic()
-            rows[kind] = survey(kind, Path(work), arguments.dtype)
-            shutil.rmtree(Path(work) / kind, ignore_errors=True)
-            row = rows[kind]
-            what = "equal" if row["equal"] else f"{row['failed']}: {row['why']}"
-            more = f" embedded {row['embedded'][:60]}" if row.get("embedded", "equal") != "equal" else ""
-            odd = "" if row.get("told_apart", True) else " NOT TOLD APART"
-            print(f"{kind:28} {time.monotonic() - began:5.1f} s  {what[:200]}{more}{odd}", flush=True)
-            if arguments.json:
-                arguments.json.write_text(json.dumps(rows, indent=1))
+    while left:
+        command = [sys.executable, __file__, "--work", "--dtype", arguments.dtype, *left]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:
+            assert worker.stdout is not None
+            for line in worker.stdout:
+                if line.startswith("["):
+                    kind, row, seconds = json.loads(line)
+                    rows[kind] = row
+                    print(told(kind, row, seconds), flush=True)
+                    write_result(arguments.json, "vision_types", Path(tempfile.gettempdir()), types=rows)
+        left = [kind for kind in left if kind not in rows]
+        if left:  # mlx-vlm's own code has ended the process, as by an index out of bounds
+            rows[left[0]] = {"equal": False, "failed": "process", "why": f"ended with {worker.returncode}"}
+            print(told(left[0], rows[left[0]], 0), flush=True)
+            left = left[1:]
     print(sum(r["equal"] for r in rows.values()), "of", len(rows), file=sys.stderr)
 
 

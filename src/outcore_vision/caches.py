@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from mlx_lm.models import cache as mlx_lm_caches
 from mlx_vlm.models import cache as mlx_vlm_caches
@@ -55,7 +55,7 @@ def as_mlx_lm(made: Any) -> Any:
     if kind is mlx_vlm_caches.CacheList:
         return caches.CacheList(*map(as_mlx_lm, made.caches))
     if not isinstance(made, BaseCache) and hasattr(made, "__dict__"):
-        made.__class__ = _counted(kind)
+        made.__class__ = _counted(cast(Any, kind))
     return made
 
 

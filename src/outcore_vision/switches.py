@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import mlx.nn as nn
 from mlx_lm.models import switch_layers as mlx_lm_switches
@@ -22,7 +22,7 @@ def as_mlx_lm_switches(model: nn.Module) -> None:
     for module in modules(model):
         for theirs, ours in _PAIRS:
             if isinstance(module, theirs) and not isinstance(module, ours):
-                module.__class__ = _counted(type(module), ours)
+                module.__class__ = _counted(cast(Any, type(module)), ours)
 
 
 @cache

@@ -7,15 +7,16 @@ for speech. Their weights are not read. Streaming then finds the layers in the t
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm.models.cache import make_prompt_cache
+from mlx_vlm.models.cache import KVCache, make_prompt_cache
 
 from outcore.modules.layers import modules
 
@@ -25,6 +26,12 @@ from .switches import as_mlx_lm_switches
 # Parts that mlx-vlm's loader looks for in a configuration, and those whose classes change weights while loading.
 KINDS = ("text", "vision", "perceiver", "projector", "audio")
 CHANGE = {"VisionModel": "vision_config", "LanguageModel": "text_config", "AudioModel": "audio_config"}
+
+# Models that are their own language model, and what of them text does not need.
+APART = {
+    "molmo_point": ("vision_model", "connector", "build_vit_embedding", "point_predictor"),
+    "phi3_v": ("model.vision_embed_tokens",),
+}
 
 # Attributes outside of the module tree: all of the model and its configuration, until its weights are sanitized; and
 # how the names of weights that it does not need begin.
@@ -39,15 +46,19 @@ class TextModel(nn.Module):
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments.config)
         self.__dict__[WHOLE] = self.arch.Model(arguments.config), arguments.config
-        self.__dict__[GONE] = tuple(_prune(self, self.language_model))
+        if self.language_model is self:
+            self.__dict__[GONE] = tuple(_removed(self, APART.get(self.arch.__name__.rpartition(".")[2], ())))
+        else:
+            self.__dict__[GONE] = tuple(_prune(self, self.language_model))
 
     def __call__(self, inputs: mx.array, cache: Any = None, **kwargs: Any) -> mx.array:
-        language = self.language_model
+        language: Any = self.language_model
         if hasattr(language, "_rope_deltas"):
             # mlx-vlm keeps the positions of the last prompt, which may have been another text's.
             language._position_ids, language._rope_deltas = None, mx.zeros((inputs.shape[0], 1), mx.int32)
+        run = super().__call__ if language is self else language
         with within(cache):
-            return language(inputs, cache=cache, **kwargs).logits
+            return run(inputs, cache=cache, **kwargs).logits
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Changes weights as mlx-vlm's loader does, and leaves out those of parts that are gone."""
@@ -64,11 +75,14 @@ class TextModel(nn.Module):
         return super().load_weights(*args, **kwargs)
 
     def make_cache(self) -> list[Any]:
-        return [as_mlx_lm(made) for made in make_prompt_cache(self.language_model)]
-
-    @property
-    def layers(self) -> Any:
-        return self.language_model.layers
+        language: Any = self.language_model
+        if language is not self:
+            made = make_prompt_cache(language)
+        elif hasattr(self.arch.Model, "make_cache"):
+            made = self.arch.Model.make_cache(self)
+        else:
+            made = [KVCache() for _ in self.layers]
+        return [as_mlx_lm(each) for each in made]
 
 
 class Arguments:
@@ -117,6 +131,14 @@ def _prune(model: nn.Module, wanted: nn.Module, path: str = "") -> Iterator[str]
         else:
             dict.pop(model, name)
             yield f"{path}{name}."
+
+
+def _removed(model: nn.Module, paths: Iterable[str]) -> Iterator[str]:
+    """Removes these modules; yields how the names of their weights begin."""
+    for path in paths:
+        *outer, name = path.split(".")
+        dict.pop(functools.reduce(getattr, outer, model), name)
+        yield f"{path}."
 
 
 def _modules_in(value: Any) -> list[nn.Module]:

@@ -31,7 +31,10 @@ def save_checkpoint(
     if towers or any(path.count(".") > 1 for path in pruned):
         model = model.__dict__[WHOLE][0]
         model.eval()
+    whole_numbers = {k for k, v in tree_flatten(model.parameters()) if v.dtype in (mx.int32, mx.int64)}
     zoo.make_weights(model, seed)
+    # Tables of experts by token, for example: the zoo draws any numbers.
+    model.update(tree_unflatten([(k, v % 4) for k, v in tree_flatten(model.parameters()) if k in whole_numbers]))
     to_cast = getattr(model, "cast_predicate", lambda _: True)
     weights = tree_flatten(model.parameters())
     model.update(tree_unflatten([(k, v.astype(dtype)) for k, v in weights if v.dtype == mx.float32 and to_cast(k)]))
