@@ -169,6 +169,7 @@ class CachedSwitch:
         filling: reads that copy experts out of the cache and may be running.
         arriving: prefetched experts that have slots; their reads may be running.
         stays: whether the cache has all experts and its arrays are the switch's weights.
+        entered: whether the switch is being called.
     """
 
     def __init__(
@@ -187,6 +188,7 @@ class CachedSwitch:
         self.policy = ExpertPolicy(unit.switch.experts, slots)
         self.cache = ExpertCache(unit.tensors, slots, device, placed)
         self.table, self._inside, self.stays = table, inside, False
+        self.entered = False
         self._absent = absent(self.cache.arrays)
         # The switch's resident parameters by expert, while ``in_place`` has replaced them.
         self._own: list[mx.array] | None = None

@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     from outcore.engine.streaming import Streaming
 
 
+# Method of a switch that adds up its experts' results if it is called with more than hidden states and indices: it
+# gets the results by expert, which may come in several groups, and what follows the indices.
+COMBINE = "outcore_combine"
+
+
 class Experts:
     """The expert caches of a model.
 
@@ -204,7 +209,20 @@ class Experts:
             switch.last = [out] if isinstance(out, mx.array) else arrays_in(out)
             return out
 
-        return call
+        def once(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if switch.entered:  # by its own code, for one token after the other
+                return original(*args, **kwargs)
+            switch.entered = True
+            try:
+                combine = getattr(switch.unit.switch.module, COMBINE, None)
+                if combine is None or not self.pooled or len(args) + len(kwargs) == 2:
+                    return call(original, args, kwargs)
+                x, indices, rest = _taken(args, kwargs)
+                return combine(call(original, (x, indices), {}), *args[2:], **rest)
+            finally:
+                switch.entered = False
+
+        return once
 
     def settle(self) -> None:
         if self._pending is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from types import ModuleType
@@ -21,7 +22,7 @@ from mlx_vlm.models.cache import KVCache, make_prompt_cache
 from outcore.modules.layers import modules
 
 from .caches import as_mlx_lm, within
-from .switches import as_mlx_lm_switches
+from .switches import adapt
 
 # Parts that mlx-vlm's loader looks for in a configuration, and those whose classes change weights while loading.
 KINDS = ("text", "vision", "perceiver", "projector", "audio")
@@ -42,6 +43,9 @@ class TextModel(nn.Module):
     """Base class before mlx-vlm's ``Model``, whose ``language_model`` does the work. ``arch``: mlx-vlm's module."""
 
     arch: ModuleType
+
+    # Passes that are traced: mlx-vlm computes up to eight tokens otherwise than more, or one.
+    outcore_traced = (16, 3, 1)
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments.config)
@@ -71,7 +75,7 @@ class TextModel(nn.Module):
         return {k: w for k, w in weights.items() if not k.startswith(self.__dict__[GONE])}
 
     def load_weights(self, *args: Any, **kwargs: Any) -> nn.Module:
-        as_mlx_lm_switches(self)  # quantizing has replaced modules before
+        adapt(self)  # quantizing has replaced modules before
         return super().load_weights(*args, **kwargs)
 
     def make_cache(self) -> list[Any]:
@@ -110,12 +114,27 @@ class Arguments:
         return cls(found)
 
 
+class NoHints:
+    """MLX for a language model's module, without hints to begin computing: the weights may not have been read yet."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def async_eval(self, *_: Any) -> None:
+        """Does nothing."""
+
+
 @cache
 def text_classes(folder: str) -> tuple[type[TextModel], type[Arguments]] | None:
     """Returns the classes for the text of one of mlx-vlm's model folders; None: it has no model of that form."""
     arch = importlib.import_module(f"mlx_vlm.models.{folder}")
     if not hasattr(arch, "Model") or not hasattr(arch, "ModelConfig"):
         return None
+    if (language := sys.modules.get(f"{arch.__name__}.language")) is not None and hasattr(language, "mx"):
+        vars(language)["mx"] = NoHints(mx)
     model = type("Model", (TextModel, arch.Model), {"__module__": arch.Model.__module__, "arch": arch})
     return model, type("Arguments", (Arguments,), {"__module__": __name__, "arch": arch})
 

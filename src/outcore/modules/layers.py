@@ -97,10 +97,15 @@ class Projection:
     parameters: tuple[int, ...]
 
 
+# Class attribute of a module that is one piece with all below it, as its code calls those in an order of its own.
+PIECE = "outcore_piece"
+
+
 def find_pieces(layer: Layer) -> tuple[Projection, ...]:
     """Return a layer's pieces in tree order. Each parameter of the layer belongs to exactly one."""
-    below = {id(p.module): {id(m) for m in modules(p.module)} for p in layer.parameters}
-    owners = {id(p.module): p.module for p in layer.parameters}
+    owners = {id(m): m for m in modules(layer.module) if hasattr(type(m), PIECE)}
+    owners |= {id(p.module): p.module for p in layer.parameters}
+    below = {key: {id(m) for m in modules(owner)} for key, owner in owners.items()}
     outer = [m for key, m in owners.items() if not any(key in below[k] for k in owners if k != key)]
     return tuple(
         Projection(m, tuple(n for n, p in enumerate(layer.parameters) if id(p.module) in below[id(m)])) for m in outer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -182,6 +183,9 @@ def trace_pass(
     The number of tokens is small because on the CPU device mlx-lm builds recurrences token by token, at 10 kB of nodes
     per token and layer.
 
+    A model whose code differs by the number of tokens has ``outcore_traced``, the passes to trace: the first of ``FEW``
+    tokens, the last of one.
+
     Args:
         pieces: by layer. The first attempt gives weights only during the calls of their own piece; if that fails, the
             next ones give a layer's weights during the layer's call.
@@ -191,9 +195,10 @@ def trace_pass(
     """
     evaluates, failure = False, ""
     shared = [id(p.module) for parts in pieces for p in parts]
-    attempts: list[tuple[list[int], Sequence[Sequence[Projection]]]] = [([FEW, 1], ()), ([1], ())]
+    few = list(getattr(model, "outcore_traced", (FEW, 1)))
+    attempts: list[tuple[list[int], Sequence[Sequence[Projection]]]] = [(few, ()), ([1], ())]
     if pieces and len(set(shared)) == len(shared):
-        attempts.insert(0, ([FEW, 1], pieces))
+        attempts.insert(0, (few, pieces))
     # Some model code accepts single tokens only; one token shows the order too.
     for passes, parts in attempts:
         if evaluates and passes != [1]:
@@ -282,6 +287,9 @@ class _Run:
                 late = [a for a in stage.extra.values() if a.ndim > 2 and a.shape[-2] == total]
                 found.passing.versions = sum(a.nbytes for a in late) // total
             found.forms = forms_of(cache, forms, known=len(passes) > 1)
+            # Between the first and the last pass, a piece may be called once for each token.
+            for calls in called[1:-1]:
+                calls.update({i: [n for n, _ in itertools.groupby(order)] for i, order in calls.items()})
             orders = {i: _in_turn(len(split[i]), [c.get(i, []) for c in called]) for i in split}
             found.pieces = {i: order for i, order in orders.items() if order}
             users = {n: {i for i, g in stage.given.items() if any(c is x for x in g)} for n, c in enumerate(caches)}
