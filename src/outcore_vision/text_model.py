@@ -34,6 +34,9 @@ APART = {
     "phi3_v": ("model.vision_embed_tokens",),
 }
 
+# Models whose language model cannot make positions itself: it lacks what images would need.
+POSITIONED = (".minicpmo",)
+
 # Attributes outside of the module tree: all of the model and its configuration, until its weights are sanitized; and
 # how the names of weights that it does not need begin.
 WHOLE, GONE = "outcore_whole", "outcore_gone"
@@ -59,7 +62,9 @@ class TextModel(nn.Module):
         language: Any = self.language_model
         if hasattr(language, "_rope_deltas"):
             # mlx-vlm keeps the positions of the last prompt, which may have been another text's.
-            language._position_ids, language._rope_deltas = None, mx.zeros((inputs.shape[0], 1), mx.int32)
+            (sequences, tokens), told = inputs.shape, self.arch.__name__.endswith(POSITIONED)
+            language._position_ids = mx.broadcast_to(mx.arange(tokens), (3, sequences, tokens)) if told else None
+            language._rope_deltas = mx.zeros((sequences, 1), mx.int32)
         run = super().__call__ if language is self else language
         with within(cache):
             return run(inputs, cache=cache, **kwargs).logits

@@ -237,7 +237,8 @@ OWN: dict[str, Config] = {
     "limite": {
         "ve_gate_channels": 12,
         "attn_gate_channels": 16,
-        "ve_dim": 32,
+        "ve_dim": 16,
+        "head_dim": 16,
         "rope_n_pairs": 8,
         "mudd_inter": 16,
         "global_layers": [1, 3],
@@ -245,11 +246,9 @@ OWN: dict[str, Config] = {
         "xsa_layers": [1],
         "ve_stored_heads": 2,
     },
-    "llava": {"tower": "clip_vision_model", "text": "llama"},
     "llava_bunny": {"tower": "siglip_vision_model", "auto_map": {}, "mm_hidden_size": 64, "text": "qwen2"},
     "llava_next": {"tower": "clip_vision_model", "text": "llama"},
     "llmjpvl": {"tower": "siglip_vision_model", "text": "llama"},
-    "locateanything": {"tower": "moonvit", "text": "qwen2"},
     "longcat_flash_sparse": {
         "num_layers": 2,
         "ffn_hidden_size": 128,
@@ -272,7 +271,6 @@ OWN: dict[str, Config] = {
         }
     },
     "minicpmv4_6": {"tower": "siglip", "text_config": QWEN, **QWEN},
-    "minicpmv4_7": {"tower": "siglip", "text_config": QWEN, **QWEN},
     "minimax_m3": {**M3, "text_config": M3},
     "mistral_large3": {"tower": "pixtral"},
     "molmo": {
@@ -397,9 +395,37 @@ OWN: dict[str, Config] = {
         }
     },
     "smolvlm": {"tower": "idefics3"},
-    "step3p7": {"text_config": {"without": ["layer_types"]}},
     "unlimited_ocr": {"tower": "vision", **PROJECTOR},
     "zaya1_vl": {"tower": "qwen2_5_vl"},
+    "gemma4_unified": {"text_config": SLIDING, **SLIDING},
+    "glm4v_moe": {
+        "rope_parameters": {
+            "type": "default",
+            "rope_type": "default",
+            "mrope_section": [4, 2, 2],
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        }
+    },
+    "paddleocr_vl": {
+        "rope_parameters": {"type": "default", "rope_type": "default", "mrope_section": [8, 4, 4], "rope_theta": 1e4}
+    },
+    "llava": {"tower": "clip_vision_model", "text": "llama", "text_config": {"without": ["head_dim"]}},
+    "locateanything": {"tower": "moonvit", "text": "qwen2", "tie_word_embeddings": True},
+    "moondream3": {"num_key_value_heads": 4},
+    "step3p7": {
+        "text_config": {
+            "num_attention_groups": 2,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "share_expert_dim": 64,
+            "share_expert_dims": 64,
+            "moe_layers_enum": "1,2,3",
+            **SLIDING,
+        }
+    },
+    "minicpmv4_7": {"tower": "siglip", "text_config": QWEN, "image_token_id": 120, "video_token_id": 121, **QWEN},
+    "fastvlm": {"text": "qwen2"},
 }
 
 

@@ -13,7 +13,10 @@ from mlx_lm.models.cache import _BaseCache as BaseCache
 
 from ..packages import modules
 
-__all__ = ["BaseCache", "classes_of", "set_window_index", "window_index"]
+__all__ = ["MODEL_TYPES", "BaseCache", "classes_of", "set_window_index", "window_index"]
+
+# Key of a model's configuration, which ``model_config`` may set: the package that makes its classes.
+MODEL_TYPES = "outcore_model_types"
 
 
 def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -21,10 +24,13 @@ def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 
     A type that mlx-lm lacks may be one of a package's (group ``model_types``): its function of this name returns None
     for types that it does not know. Its models have mlx-lm's form: called with tokens and ``cache``, they return
-    logits; ``make_cache`` makes mlx-lm's caches or own ones derived from them.
+    logits; ``make_cache`` makes mlx-lm's caches or own ones derived from them. A configuration that names a package at
+    ``MODEL_TYPES`` has that package's classes even if mlx-lm knows the type.
     """
     from mlx_lm import utils
 
+    if (name := config.get(MODEL_TYPES)) is not None and name in modules("model_types"):
+        return cast(tuple[type[nn.Module], type], modules("model_types")[name].classes_of(config))
     try:
         return cast(tuple[type[nn.Module], type], utils._get_classes(config))
     except ValueError:
