@@ -91,30 +91,36 @@ for name, held in ("outcore_cluster.group", lambda link, host: link), ("outcore.
 """
 
 
-def broken(rank: int, folder: Path, *where: str) -> subprocess.CompletedProcess[str]:
-    """How a launch of two ranks ends, one of which fails."""
-    (folder / "sitecustomize.py").write_text(BROKEN)
-    given = ["--env", f"BROKEN={rank}", "--env", f"PYTHONPATH={folder}", "--", "generate", "--model", "m", "-p", "hi"]
-    command = [sys.executable, "-m", "outcore", "launch", *where, *given]
-    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def broken(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """How a launch of two ranks ends, one of which fails: the launcher's status, and what is written."""
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+
+    def run(rank: int, *where: str) -> tuple[int, str, str]:
+        given = ["--env", f"BROKEN={rank}", "--env", f"PYTHONPATH={tmp_path}"]
+        return main(["launch", *where, *given, "--", "generate", "--model", "m", "-p", "hi"]), *capfd.readouterr()
+
+    return run
 
 
-def test_what_ends_one_rank_is_reported_by_all(tmp_path: Path) -> None:
+def test_what_ends_one_rank_is_reported_by_all(broken: Any) -> None:
     began = time.monotonic()
-    done = broken(1, tmp_path, "--hosts", "local,local")
-    assert done.returncode == 1 and time.monotonic() - began < 100
-    assert "outcore generate: rank 1 (local): layer 3: the disk is gone\n" in done.stderr
+    status, _, said = broken(1, "--hosts", "local,local")
+    assert status == 1 and time.monotonic() - began < 100
+    assert "outcore generate: rank 1 (local): layer 3: the disk is gone\n" in said
 
 
-def test_what_the_first_rank_finds_is_reported_once(tmp_path: Path) -> None:
+def test_what_the_first_rank_finds_is_reported_once(broken: Any, tmp_path: Path) -> None:
     """Here, and elsewhere with --quiet and --json: it is in the launcher's JSON, and nothing else is printed."""
     says = "layer 3: the disk is gone"
-    done = broken(0, tmp_path, "--hosts", "local,local")
-    assert (done.returncode, done.stderr) == (1, f"outcore generate: {says}\n")
-    done = broken(0, tmp_path, *behind(tmp_path, ["a", "local"]), "--quiet", "--json")
-    found = json.loads(done.stdout)
-    assert done.returncode == 1 and found["error"] == says and found["launch"]["failed"] in (0, 1)
-    assert done.stderr == f"outcore generate: {says}\n"
+    assert broken(0, "--hosts", "local,local") == (1, "", f"outcore generate: {says}\n")
+    status, out, said = broken(0, *behind(tmp_path, ["a", "local"]), "--quiet", "--json")
+    found = json.loads(out)
+    assert status == 1 and found["error"] == says and found["launch"]["failed"] in (0, 1)
+    assert said == f"outcore generate: {says}\n"
 
 
 def test_ctrl_c_ends_a_text_on_all_ranks(spoken: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_prompt_is_computed_no_further_when_its_client_leaves_or_the_server_en
 
             loop = asyncio.get_running_loop()
             with passes(service, third) if stays == "resident" else units(service, third):
-                task = asyncio.create_task(heard(service, long(100)))
+                task = asyncio.create_task(heard(service, long(20)))
                 with pytest.raises((RequestError, asyncio.CancelledError)) as raised:
                     await task
                 await until(lambda: service.engine.running == 0)
@@ -237,7 +237,7 @@ def test_others_have_room_beside_a_text_that_is_much_longer(
     shutil.copy(demo_model / "tokenizer.json", folder)
     (folder / "tokenizer_config.json").write_text((demo_model / "tokenizer_config.json").read_text())
     short = GenerationRequest(prompt=(5, 6, 7), max_tokens=4)
-    much = GenerationRequest(prompt=tuple(5 + i * 7 % 50 for i in range(1001)), max_tokens=20)
+    much = GenerationRequest(prompt=tuple(5 + i * 7 % 50 for i in range(1001)), max_tokens=16)
 
     with serving(folder, 1, "9MB", 64) as service:
         alone = [text_of(asyncio.run(heard(service, ask))) for ask in (short, much)]

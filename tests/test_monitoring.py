@@ -28,6 +28,8 @@ from outcore_tools.processes import read_all
 from quick_transformers import python_path
 from watching import made_up, own_folder, until
 
+LAYERS = 3
+
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
@@ -38,16 +40,16 @@ def folder() -> Iterator[Path]:
 @pytest.fixture
 def others(quick_models: Callable[[int], Path]) -> int:
     """What other tests of this process still hold, in bytes; for a test that names it before :func:`running`."""
-    quick_models(6)
+    quick_models(LAYERS)
     gc.collect()
     return mx.get_active_memory()
 
 
 @pytest.fixture
 def running(quick_models: Callable[[int], Path]) -> Iterator[tuple[Any, Any]]:
-    """A model of six layers, all of them streamed."""
+    """A model all of whose layers are streamed."""
     model, tokenizer = outcore.load(
-        str(quick_models(6)), memory="32MB", resident=0, context=256, prompt=16, draft="none", govern=False
+        str(quick_models(LAYERS)), memory="32MB", resident=0, context=256, prompt=16, draft="none", govern=False
     )
     yield model, tokenizer
     model.outcore.close()
@@ -107,7 +109,7 @@ def test_a_snapshot_of_a_streamed_model_says_what_it_does(others: int, running: 
     assert last["tokens"]["per_s"] == 2.0 and last["tokens"]["per_sweep"] == 1.0
     assert last["disk"]["gbps"] == pytest.approx((m.bytes_read - read) / 8 * 2 / 1e9, rel=0.5)
     assert last["disk"]["bytes"] == m.bytes_read
-    assert len(last["layers"]) == 6 and set(last["layers"]) <= set("drlc") and "m" not in last["layers"]
+    assert len(last["layers"]) == LAYERS and set(last["layers"]) <= set("drlc") and "m" not in last["layers"]
     assert any(set(s["layers"]) & set("rl") for s in seen), "what lies in slots is never seen"
     memory = last["memory"]
     parts = [memory[p] for p in ("weights", "slots", "experts", "caches", "activations", "allocator")]
@@ -122,15 +124,15 @@ def test_a_snapshot_of_a_streamed_model_says_what_it_does(others: int, running: 
 
 def test_resident_and_computed_layers_have_different_letters(quick_models: Callable[[int], Path]) -> None:
     model, tokenizer = outcore.load(
-        str(quick_models(6)), memory="64MB", resident=2, context=128, prompt=16, draft="none", govern=False
+        str(quick_models(LAYERS)), memory="64MB", resident=2, context=128, prompt=16, draft="none", govern=False
     )
     with model.outcore as session:
         recorder, strips = SnapshotRecorder(session, "quick"), set()
         session.streaming.after_unit.append(lambda: strips.add(recorder.take()["layers"]))
         list(outcore.stream_generate(model, tokenizer, "def f", max_tokens=2))
-        kept = {i for i in range(6) if all(s[i] == "m" for s in strips)}
+        kept = {i for i in range(LAYERS) if all(s[i] == "m" for s in strips)}
         assert kept == set(session.plan.resident) and len(kept) == 2
-        computed = {i for i in range(6) if any(s[i] == "c" for s in strips)}
+        computed = {i for i in range(LAYERS) if any(s[i] == "c" for s in strips)}
         assert computed == set(session.plan.streamed), strips
 
 
@@ -254,7 +256,7 @@ def test_the_setting_switches_it_off(
 
 
 def test_a_model_that_was_dropped_ends_the_thread(folder: Path, quick_models: Callable[[int], Path]) -> None:
-    model, _ = outcore.load(str(quick_models(6)), memory="1GB", context=64, prompt=16, draft="none", govern=False)
+    model, _ = outcore.load(str(quick_models(LAYERS)), memory="1GB", context=64, prompt=16, draft="none", govern=False)
     publish(model)
     gone = weakref.ref(model.outcore)
     del model

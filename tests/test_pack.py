@@ -35,7 +35,7 @@ from outcore_packs.full_copy import pack_model
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight")
 LARGE = {
-    "hidden_size": 256, "num_hidden_layers": 8, "num_experts": 8, "moe_intermediate_size": 256, "mlp_only_layers": [],
+    "hidden_size": 256, "num_hidden_layers": 5, "num_experts": 8, "moe_intermediate_size": 256, "mlp_only_layers": [],
 }  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def test_overlay_needs_memory_for_about_one_layer_and_leaves_the_model_unread(tm
     mx.reset_peak_memory()
     pack_overlay(lazy, layers)
     peak = mx.get_peak_memory() - before
-    assert packed > 15e6
+    assert packed > 9e6
     assert peak < 2 * packed / len(layers), (peak, packed)
     assert mx.get_active_memory() - before < 100_000
 
@@ -380,7 +380,7 @@ def test_full_copy_needs_memory_for_about_one_tensor(tmp_path: Path) -> None:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     pack_model(folder, tmp_path / "out")
-    assert total > 25e6
+    assert total > 15e6
     assert mx.get_peak_memory() - before < 2 * total / LARGE["num_hidden_layers"]
 
 

@@ -35,7 +35,7 @@ def run(*words: str) -> tuple[int, list[dict[str, object]]]:
 
 def test_a_cut_link_ends_all_ranks_on_hosts_of_their_own(tmp_path: Path) -> None:
     """A kill looks there as it does on one host: test_serve_ranks.py and test_link_processes.py."""
-    status, trials = run("1", "--kinds", "cut link", "--json", str(tmp_path / "r.json"))
+    status, trials = run("1", "--ranks", "2", "--kinds", "cut link", "--json", str(tmp_path / "r.json"))
     assert status == 0, trials
     assert [(trial["status"], trial["wrong"]) for trial in trials] == [(1, "")]
 
@@ -43,7 +43,7 @@ def test_a_cut_link_ends_all_ranks_on_hosts_of_their_own(tmp_path: Path) -> None
 def test_a_run_that_no_process_ends_is_found(tmp_path: Path) -> None:
     # Ranks that have no link: what happens to the cable is nothing to them.
     sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
-    words = ["1", "--kinds", "cut link", "--give-up", "4", "--json", str(tmp_path / "r.json")]
+    words = ["1", "--ranks", "2", "--kinds", "cut link", "--give-up", "4", "--json", str(tmp_path / "r.json")]
     status, (trial,) = run(*words, "--", *sleep)
     assert status == 1
     assert str(trial["wrong"]).startswith("left: ")
