@@ -161,15 +161,10 @@ def test_wrong_usage_is_one_line_and_status_2(
     assert line.startswith(f"outcore matrix: {message}")
 
 
-def test_the_command_measures_and_ends_with_the_summary(
-    tiny: Path, size: ModelSize, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    least, *_, most = choose_budgets(size, 2, available=10**10)
-    flags = f"--memory {size_text(least)},{size_text(most)} --io cached --slots 2,40 --max-tokens 2"
-    command = ["matrix", str(tiny), *flags.split(), "--prompt-tokens", "4", "--repeats", "1"]
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of bench's rows are tested with its command."""
 
-    # In this process: those of bench's rows are tested with its command.
     def row(job: BenchJob, _: object) -> BenchRow:
         try:
             return measure(job)
@@ -178,6 +173,17 @@ def test_the_command_measures_and_ends_with_the_summary(
 
     monkeypatch.setattr(runner, "measure_row", row)
     monkeypatch.setattr(runner, "measure_disk", lambda _: DiskRate({"4": 2.0}, 2.0, {"4": [2.0]}, True))
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_command_measures_and_ends_with_the_summary(
+    tiny: Path, size: ModelSize, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least, *_, most = choose_budgets(size, 2, available=10**10)
+    flags = f"--memory {size_text(least)},{size_text(most)} --io cached --slots 2,40 --max-tokens 2"
+    command = ["matrix", str(tiny), *flags.split(), "--prompt-tokens", "4", "--repeats", "1"]
+    monkeypatch.chdir(tmp_path)
+
     assert main([*command, "--json"]) == 0
     printed = capsys.readouterr()
     text, record = printed.err.splitlines(), json.loads(printed.out)
@@ -196,6 +202,7 @@ def test_the_command_measures_and_ends_with_the_summary(
     assert main([*command, "--overwrite"]) == 0
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_when_nothing_fits_the_command_fails_and_says_why(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ from adapters import save_adapter
 from outcore.cli.commands import commands, parser_of
 from outcore.cli.main import main
 from outcore.serve.server import Server
-from outcore_compat import run_patched
+from outcore_compat import mlx_lm as patched
 
 ROOT = Path(__file__).parents[1]
 DOCS = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "commands.md"]
@@ -111,7 +111,7 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif words[0] == "outcore":
         assert main(words[1:]) == 0, command
     elif words[:3] == ["python", "-m", "outcore.integrations.mlx_lm"]:
-        run_patched.main(words[3:])
+        patched.main(words[3:])
     elif words[0] == "export":
         monkeypatch.setenv(*words[1].split("="))
     else:
@@ -133,15 +133,15 @@ def test_python_runs(page: Path, folder: None) -> None:
             exec(standing_in(code), names)
 
 
-def test_python_asks_what_the_command_asks(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_asks_what_the_command_asks(short_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = next(code for language, code in parts(ROOT / "README.md", "fence") if language == "python")
     name, question = re.search(r'load\("(.*?)"', code), re.search(r'"content": "(.*?)"', code)
     assert name and question
     assert code.removesuffix("model.outcore.close()\n") in (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    exec(code.replace(name[1], str(demo_model)).replace("max_tokens=200", "max_tokens=4"), {})
+    exec(code.replace(name[1], str(short_model)).replace("max_tokens=200", "max_tokens=4"), {})
     answer = capsys.readouterr().out
     asked = ["--prompt", question[1], "--max-tokens", "4", "--quiet", "--draft", "none"]
-    assert main(["generate", str(demo_model), *asked]) == 0
+    assert main(["generate", str(short_model), *asked]) == 0
     assert answer and capsys.readouterr().out == f"{answer}\n"
 
 

@@ -133,7 +133,7 @@ def test_the_keys_of_each_commands_json(
             *["--sequence-length", "16", "--num-samples", "2", "--batch-size", "2"],
         ],
         "cache": ["ls"],
-        "demo": ["-m", "2"],
+        "demo": ["-m", "2", "-p", "x"],
         "info": [str(demo_model), "--memory", "60MB"],  # of weights in several types
         "list": [],
     }
