@@ -33,9 +33,6 @@ VALUES = {
 }
 """One for each flag, none of them its default."""
 
-ONE_TEXT = {"generate", "chat", "plan"}
-"""Commands that take ``--priority``: others take memory for texts as they come."""
-
 GIVEN = {"mirror": "copies"}
 """Where what is given is not what becomes of it."""
 
@@ -53,12 +50,8 @@ NEEDED = {
 """What else a command with these flags is given."""
 
 
-def values(command: str) -> dict[str, Any]:
-    return VALUES | ({"priority": "speed"} if command in ONE_TEXT else {})
-
-
 def given(flag: str) -> str:
-    return GIVEN.get(flag, str(values("generate")[flag]))
+    return GIVEN.get(flag, str(VALUES[flag]))
 
 
 def _flags(**values: Any) -> list[str]:
@@ -82,8 +75,8 @@ def test_every_command_with_engine_flags_is_looked_at() -> None:
     assert set(COMMANDS) == NEEDED.keys()
     for command in COMMANDS:
         flags = engine_flags(command)
-        assert {flag.dest for flag in flags} == values(command).keys()
-        assert all(values(command)[flag.dest] != flag.default for flag in flags)
+        assert {flag.dest for flag in flags} == VALUES.keys()
+        assert all(VALUES[flag.dest] != flag.default for flag in flags)
 
 
 @pytest.fixture
@@ -115,10 +108,10 @@ def test_engine_flags_reach_the_plan(
     requests.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}))
     places = {"cache": tmp_path / "cache", "model": demo_model, "requests": requests, "text": text}
     needed = [word.format(**places, answers=tmp_path / "answers.jsonl") for word in NEEDED[command]]
-    wanted = {name: value for name, value in values(command).items() if name != left_out}
+    wanted = {name: value for name, value in VALUES.items() if name != left_out}
     assert main([command, *needed, *_flags(**{name: given(name) for name in wanted})]) == 1
     (options,) = asked
-    assert {name: options[name] for name in values(command)} == wanted | {left_out: None}
+    assert {name: options[name] for name in VALUES} == wanted | {left_out: None}
     asked.clear()
     assert main([command, *needed]) == 1
     # Without --memory none is given: a budget that a command made up would be taken for the user's.

@@ -76,8 +76,7 @@ COMMANDS = dict([
     _command(
         "doctor",
         "Check in 20 seconds that Outcore works on this machine. Reads return the file's bytes and bypass the page "
-        "cache; the device sees what is read into a slot; reading and computing overlap; streamed answers equal "
-        "resident ones.",
+        "cache; the device sees what is read into a slot; streamed answers equal resident ones.",
         HUB,
         LOOK,
         needs_model=False,

@@ -27,32 +27,25 @@ from outcore.cli.engine import ProgressBar
 from outcore.decode.loader import load_model
 from outcore.decode.preparation import prepare
 from outcore.disk.disk_probe import REWRITES, unseen_rewrites, wrong_reads
-from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
-from outcore.disk.ring import Slot
 from outcore.errors import OutcoreError, StoreError
 from outcore.machine.cache_folder import make_cache
-from outcore.machine.device import device_kind, metal_info, most_slot_bytes
+from outcore.machine.device import metal_info, most_slot_bytes
 from outcore.machine.hardware import cpu_name, gpu_name
 from outcore.machine.memory import default_budget, wired_limit
 from outcore.machine.random_state import random_state_kept
 from outcore.modules.mlx_lm_compat import classes_of
-from outcore.sizes import BLOCK, format_size, round_up
+from outcore.sizes import format_size
 from outcore.text import one_line
 from outcore.version import __version__
-from outcore_calibrate.disk_rate import forget, scratch_file
+from outcore_calibrate.disk_rate import scratch_file
 
 REPORT = "please report this output"
 VERDICTS = {True: "ok", False: "FAILED", None: "note"}
 
 SCRATCH_BYTES = 512 << 20
 
-OVERLAP_BYTES, OVERLAP_ROUNDS = 256 << 20, 4
-
 WORKING_SET = "recommended working set"
-
-# Largest share of a read's time that submitting it may take, as reads run in the background.
-SUBMIT = 0.25
 
 
 @dataclass(frozen=True)
@@ -175,34 +168,6 @@ def _limits(file: Path, model: Path | None) -> Verdict:
     return True, found
 
 
-def _overlap(file: Path, model: Path | None) -> Verdict:
-    weights = mx.full((1024, 1024), 1e-3, dtype=mx.float32)
-    x = mx.ones((16, 1024), dtype=mx.float32)
-    size = min(file.stat().st_size, OVERLAP_BYTES)
-    extent, text = Extent(file, 0, size, 0, in_place=True), ""
-    slot = Slot(round_up(size, BLOCK), device_kind())
-    with contextlib.closing(FileReader([file])) as reader:
-        for _ in range(OVERLAP_ROUNDS):
-            forget([extent])
-            began = time.perf_counter()
-            reader.submit("doctor", [extent], slot.payload).wait()
-            reading_s = time.perf_counter() - began
-            forget([extent])
-            began = time.perf_counter()
-            read = reader.submit("doctor", [extent], slot.payload)
-            submit_s = time.perf_counter() - began
-            while (now := time.perf_counter()) < began + 2 * reading_s:
-                mx.eval(x @ weights)
-            done = read.ready
-            read.wait()
-            text = f"a read of {reading_s:.3f} s took {submit_s:.3f} s to submit, and had "
-            text += f"{'' if done else 'not '}ended after {now - began - submit_s:.3f} s of computing"
-            if done and submit_s < SUBMIT * reading_s:
-                return True, f"reads continue while the device computes, at {size / reading_s / 1e9:.2f} GB/s"
-    advice = "reads do not overlap with computing; if other programs use this machine, try again when it is quiet"
-    return False, text, advice
-
-
 def _answers(file: Path, model: Path | None) -> Verdict:
     try:
         with tempfile.TemporaryDirectory(prefix="outcore-doctor-") as folder:
@@ -231,7 +196,6 @@ CHECKS: dict[str, Callable[[Path, Path | None], Verdict]] = {
     "offsets": _offsets,
     "direct reads": _direct,
     "limits": _limits,
-    "overlap": _overlap,
     "answers": _answers,
 }
 

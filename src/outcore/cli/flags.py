@@ -84,8 +84,6 @@ _FLAGS = [
         switch("--quantize-activations -qa", "Quantize activations too, if the model's quantization supports it."),
     ),
     *_ENGINE,
-    # Not for commands that serve several requests: they reserve memory request by request.
-    _option("priority").but(group="engine"),
     *grouped(
         "drafts (speculative decoding: several tokens per forward pass, the same text)",
         # --draft-model is mlx-lm's name. The default None tells a flag that was not given from ``auto``.
@@ -235,7 +233,7 @@ GENERATE: list[str | Flag] = [
         default=True,
     ),
     f"sampling-flags seed max-kv-size prompt-cache-file {_CACHE}",
-    f"prefix-cache prefill-step-size quantize-activations engine-flags priority {_DRAFT} output-flags",
+    f"prefix-cache prefill-step-size quantize-activations engine-flags {_DRAFT} output-flags",
 ]
 
 CHAT: list[str | Flag] = [
@@ -253,7 +251,7 @@ CHAT: list[str | Flag] = [
     ).but(group="context"),
     "max-kv-size prefill-step-size",
     FLAGS["prefix-cache"].but(default="on"),
-    f"engine-flags priority {_DRAFT} output-flags",
+    f"engine-flags {_DRAFT} output-flags",
 ]
 
 SERVE: list[str | Flag] = [
@@ -299,5 +297,5 @@ PLAN: list[str | Flag] = [
     "model-flags",
     *PLANNED,
     switch("--no-calibrate", "Do not measure this machine; predict from assumptions where it was not measured."),
-    "engine-flags priority output-flags",
+    "engine-flags output-flags",
 ]
