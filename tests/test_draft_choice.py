@@ -18,8 +18,8 @@ import zoo
 from outcore.calibration.calibration_file import store_calibration
 from outcore.cli.main import main
 from outcore.decode import preparation, text_drafts
+from outcore.decode import preparation as choices
 from outcore.decode.preparation import prepare
-from outcore.decode.speculative import choices
 from outcore.decode.speculative.acceptance import AcceptanceStats
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.text_drafts import TextDrafts, give_back, take

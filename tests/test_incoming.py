@@ -6,8 +6,8 @@ import mlx.core as mx
 
 from memory_link import memory_links
 from outcore.disk.metrics import Metrics
-from outcore_cluster.incoming import Incoming, Rounds, bytes_of, new_buffer
 from outcore_cluster.link_protocol import Arrival
+from outcore_cluster.stage import Incoming, Rounds, bytes_of, new_buffer
 
 
 class Noting:

@@ -38,10 +38,10 @@ from outcore.errors import BudgetError, OutcoreError, UsageError
 from outcore.options import LoadOptions
 from outcore.plan.machine_profile import Calibration
 from outcore_cluster.group import RankGroup
-from outcore_cluster.incoming import Incoming
 from outcore_cluster.leading import RankLeader, follow
 from outcore_cluster.link_protocol import Link, RankAgreement
 from outcore_cluster.sharing import RankMeans
+from outcore_cluster.stage import Incoming
 from outcore_tools.demo import demo_model
 from stand_ins import TokensOnly
 

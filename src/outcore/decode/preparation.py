@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +18,8 @@ from ..checkpoint.mirrors import Mirrors, find_mirrors
 from ..checkpoint.packed_store import open_model
 from ..engine.extensions import kv_offload, on_demand
 from ..engine.model_profile import ModelProfile
-from ..errors import BudgetError, UsageError, called
+from ..errors import BudgetError, OutcoreError, UsageError, called
+from ..machine.cache_folder import cache_dir
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..machine.kernels import keep_kernels
@@ -24,18 +27,80 @@ from ..machine.memory import last_resort
 from ..modules.layers import is_stacked, named_modules, named_parameters
 from ..modules.side_by_side import mergeable
 from ..options import LoadOptions, chosen
-from ..plan.joint_plan import AUTO, MOST, NONE, Choice, Draft, Planning, fastest
+from ..plan.joint_plan import AUTO, MOST, NGRAM, NONE, Choice, Draft, Planned, Planning, expected, fastest
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
-from ..plan.planner import ASSUMED, make_plan
+from ..plan.planner import ASSUMED, make_plan, resident_budget
 from ..plan.workload import Workload, for_sequences
 from ..sizes import format_size
 from .budget import asked_budget
 from .opening import Opening
 from .rounding import rows_differ
-from .speculative.choices import Way, ways_to_draft
-from .speculative.sources import parse_draft, with_draft
+from .speculative.sources import DraftSource, draft_sources, parse_draft, with_draft
+
+# Bytes to leave free on the cache's disk.
+ROOM = 1_000_000_000
+
+
+# A way to draft, with its expected speed, and the model opened for it.
+Way = tuple[Choice, ModelProfile]
+
+
+def ways_to_draft(profile: ModelProfile, planning: Planning, base: Planned, opening: Opening, budget: int) -> list[Way]:
+    """Returns every way to draft, simplest first; those that cannot be used have a ``reason``. ``base``: the plan with
+    n-grams."""
+    calibration = opening.known or ASSUMED
+    none = replace(planning, kind=NONE, draft=None).at(budget, calibration)
+    found = [(expected(none, calibration, NONE, planning.blocks), profile)]
+    if base.draft is not None:
+        found.append((expected(base, calibration, NGRAM, planning.blocks), profile))
+    if base.plan.kv_slot or opening.options.kv_disk == "on":
+        return found
+    for source in draft_sources().values():
+        for name, which, least in source.offers(profile):
+            if least > budget:  # then do not open it, which takes long
+                found.append((Choice(name, reason=f"needs more than {format_size(least)}"), profile))
+            else:
+                found.append(_way(source, name, which, profile, planning, opening, budget))
+    return found
+
+
+def _way(
+    source: DraftSource,
+    name: str,
+    which: Any,
+    plain: ModelProfile,
+    planning: Planning,
+    opening: Opening,
+    budget: int,
+) -> Way:
+    calibration = opening.known or ASSUMED
+    try:
+        profile, draft = source.open(which, plain, opening)
+        planned = replace(planning, size=profile.size, kind=source.kind, draft=draft).at(budget, calibration)
+    except BudgetError as e:
+        whole = e.smallest is not None and e.smallest >= resident_budget(plain.size)
+        needed = str(e) if e.smallest is None else f"needs {format_size(e.smallest, round_up=True)}"
+        return Choice(name, reason="takes more memory than all of the model" if whole else needed), plain
+    except OutcoreError as e:
+        return Choice(name, reason=str(e)), plain
+    first, folder = source.to_write(profile, planned.plan, draft)
+    if first and (reason := _cannot_be_written(first, folder)):
+        return Choice(name, reason=reason), profile
+    return expected(planned, calibration, name, planning.blocks, first), profile
+
+
+def _cannot_be_written(nbytes: int, folder: Path | None) -> str:
+    """Returns why ``nbytes`` bytes cannot be written to the cache and ``folder``; "" if they can."""
+    for at in (cache_dir(), folder or cache_dir()):
+        while not at.exists() and at != at.parent:
+            at = at.parent
+        if not os.access(at, os.W_OK):
+            return f"{format_size(nbytes)} are to be written, and {at} is not writable"
+        if nbytes + ROOM > (free := shutil.disk_usage(at).free):
+            return f"{format_size(nbytes)} are to be written, and {format_size(free)} are free for the cache"
+    return ""
 
 
 @dataclass(frozen=True)
