@@ -79,6 +79,10 @@ def run(args: argparse.Namespace) -> None:
             progress = job.run(bar)
         _save(args, job, progress, folder, out)
         work.remove()
+    except KeyboardInterrupt:
+        if work.settings is not None:
+            tell(f"{printable(str(work.path))}: what is done is kept; give the same command again to go on")
+        raise
     except (OSError, RuntimeError) as error:
         # MLX reports a full disk as a RuntimeError.
         if work.free_bytes < LEAST_ROOM:
