@@ -18,11 +18,10 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from ..checkpoint.find_model import local_folder
 from ..errors import BudgetError, OutcoreError, UsageError, by_flags
 from ..machine.gpus import leave_one
-from ..machine.settings import Setting, setting, settled, short_names
 from ..packages import modules
 from ..text import meant, shortened
 from ..version import __version__
@@ -30,6 +29,9 @@ from .commands import CORE, HUB, RANKS, ArgumentParser, Command, commands, parse
 from .flags import check_numbers
 from .output import Result, failed, log_from, open_streams, spinner, streams
 from .piped import whole_prompt
+
+if TYPE_CHECKING:
+    from ..machine.settings import Setting
 
 WIDEST = 110
 
@@ -140,6 +142,9 @@ def _check(args: argparse.Namespace) -> None:
     # A prompt cache knows its model, and is compared with the one that is given.
     alone = args.ranks is None and getattr(args, "prompt_cache_file", None) is None
     if alone and isinstance(getattr(args, "model", None), str):
+        from ..checkpoint.find_model import local_folder
+        from ..machine.settings import short_names
+
         local_folder(short_names().get(args.model, args.model))
     if args.command == "generate":
         args.prompt = whole_prompt(args.prompt, alone=args.ranks is None)
@@ -176,6 +181,8 @@ def _work(command: Command, run: str) -> Callable[[argparse.Namespace], int | No
 
 
 def _settle(command: Command, parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Setting]:
+    from ..machine.settings import setting, settled, short_names
+
     setting("monitor")
     settled(), short_names()  # every command reports a file that cannot be used, also one that needs no setting
     if getattr(args, "device", None) is not None:
