@@ -45,8 +45,7 @@ from rank_work import Told
 EXPERTS, USED = 16, 4
 
 KINDS = (
-    "deepseek_v3", "gemma4_text", "jamba", "gpt_oss", "granitemoehybrid", "longcat_flash", "llama4", "nemotron_h",
-    "phixtral", "qwen3_5_moe", "mixtral", "step3p5",
+    "deepseek_v3", "gemma4_text", "phixtral", "gpt_oss", "llama4", "longcat_flash", "nemotron_h", "qwen3_5_moe",
 )  # fmt: skip
 """Switches of both classes, with biases, two in a layer or none in some, with scaled inputs, with experts that are
 none; ``benchmarks/equality.py --experts 2`` holds every type."""
@@ -328,7 +327,7 @@ class Eager(ExpertPrefetch):
         self._credit, self._on, self._stall, self._idle = 4.0, True, 1.0, 0.0
 
 
-@pytest.mark.parametrize("model_type", KINDS[::4])
+@pytest.mark.parametrize("model_type", KINDS[::2][:2])
 def test_what_is_predicted_changes_no_bit(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_demand, "ExpertPrefetch", Eager)
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
@@ -340,13 +339,11 @@ def test_what_is_predicted_changes_no_bit(model_type: str, tmp_path: Path, monke
     model.outcore.close()
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_experts_are_predicted(folder: Path, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_predicted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a slow disk brings them after they are predicted for, or to be given up."""
     monkeypatch.setattr(on_demand, "ExpertPrefetch", Eager)
     model = held(folder, 6, io="cached")
-    if late:
-        model.outcore.streaming.ring.reader.move = lambda target, source: (time.sleep(0.002), move(target, source))
+    model.outcore.streaming.ring.reader.move = lambda target, source: (time.sleep(0.002), move(target, source))
     assert np.array_equal(logits(model, PASSES), expected(folder))
     assert np.array_equal(logits(model, PASSES[::-1]), expected(folder, PASSES[::-1]))
     m = model.outcore.metrics
@@ -535,7 +532,7 @@ def test_a_read_that_fails_names_the_expert_and_changes_nothing(folder: Path, mo
     model.outcore.close()
 
 
-@pytest.mark.parametrize(("experts", "broken"), [(5, True), (5, False), (EXPERTS, False)])
+@pytest.mark.parametrize(("experts", "broken"), [(5, True), (EXPERTS, False)])
 def test_what_fails_in_one_thread_is_no_others_trouble(
     folder: Path, experts: int, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -560,9 +557,9 @@ def test_what_fails_in_one_thread_is_no_others_trouble(
     model.outcore.close()
 
 
-@pytest.mark.parametrize("slots", [1, 5])
-def test_pools_come_back_from_any_size(folder: Path, slots: int) -> None:
+def test_pools_come_back_from_any_size(folder: Path) -> None:
     """A part at a time, as the governor gives and takes; also where a part is less than a slot a layer."""
+    slots = 5
     model = held(folder, slots)
     residency = model.outcore.residency
     whole = model.outcore.plan.pools
@@ -735,13 +732,13 @@ def test_on_metal_all_experts_pass_by_where_a_pool_would_take_another_kernel(
     model.outcore.close()
 
 
-@pytest.mark.parametrize("model_type", ["nemotron_h", "llama4", "qwen3_5_moe"])
+@pytest.mark.parametrize("model_type", ["nemotron_h", "qwen3_5_moe"])
 def test_copies_out_of_a_pool_are_waited_for_before_it_changes(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there are fewer units than slots, the next sweep's are read while this one's are computed."""
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
-    passes = (20, 1, 20, 20, 1, 20)
+    passes = (20, 1, 20, 1, 20)
     monkeypatch.setattr(expert_windows, "LEAST", 1)
 
     def slow(target: memoryview, source: memoryview) -> None:

@@ -21,8 +21,8 @@ from outcore.checkpoint.prompt_cache import open_prompt_cache
 from outcore.machine.memory import peak_rss
 from outcore_bench.document import DocumentError, read_inputs
 
-EXAMPLES = {"tokenizer": 10, "memory": 200}
-FEW = 30
+EXAMPLES = {"tokenizer": 8, "memory": 100}
+FEW = 20
 NAMES = (
     "header", "index", "config", "manifest", "packed", "adapter", "tokenizer", "calibration", "batch", "answers",
     "prompt-cache", "report", "memory", "draft",

@@ -89,8 +89,8 @@ def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return a[0] == b[0] and all(np.array_equal(x, y, equal_nan=True) for x, y in zip(a[1], b[1], strict=True))
 
 
-KINDS = ("llama4", "gpt_oss", "jamba", "longcat_flash")
-"""Chunks, sliding windows, recurrent states between others, several caches in one layer."""
+KINDS = ("llama4", "longcat_flash")
+"""Chunks, and several caches in one layer; test_prefix_chunks.py has windows."""
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ from outcore_prefix.blocks import BlockFiles
 other = os.fork()
 random.seed(bool(other))
 kept, read = BlockFiles("model-0000000000000000-00000000", 60_000), 0
-for _ in range(60):
+for _ in range(40):
     value = random.randrange(40)
     kept.write(f"{value}.kv", {"0.k": mx.full((1, 1, 16, 32), value, mx.float32)})
     read += kept.read(f"{random.randrange(40)}.kv") is not None
@@ -450,9 +450,8 @@ def test_bounded_caches_of_a_caller_are_not_shared(tmp_path: Path, tokenizer: An
         return [RotatingKVCache(max_size=12) for _ in model.layers]
 
     for found in (0, 20):
-        for _ in range(2):
-            first, second = (answer(model, tokenizer, TEXT[:20], prompt_cache=bounded()) for _ in range(2))
-            assert same(first, second) and (first[2], second[2]) == (0, 0)
+        first, second = (answer(model, tokenizer, TEXT[:20], prompt_cache=bounded()) for _ in range(2))
+        assert same(first, second) and (first[2], second[2]) == (0, 0)
         got = answer(model, tokenizer, TEXT[:20])
         assert same(got, expected) and got[2] == found
     model.outcore.close()
