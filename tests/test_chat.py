@@ -596,7 +596,7 @@ def test_the_last_typed_conversation_is_kept_and_resumed(
     def run(*lines: str, typed: bool = True) -> tuple[list[dict[str, Any]], str]:
         text = "".join(f"{line}\n" for line in lines)
         monkeypatch.setattr(sys, "stdin", (Keyboard if typed else io.StringIO)(text))
-        assert main(["chat", "--model", str(quick), "--json", "-m", "4", *STREAMED]) == 0
+        assert main(["chat", "--model", str(quick), "--json", "-m", "2", *STREAMED]) == 0
         out, err = capsys.readouterr()
         return json.loads(out)["turns"], err
 

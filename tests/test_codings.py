@@ -24,7 +24,7 @@ from outcore.checkpoint.packed_store import open_packed
 from outcore.decode import preparation
 from outcore.decode.preparation import prepare
 from outcore.errors import StoreError
-from outcore_calibrate.layer_times import decode_gbps
+from outcore_calibrate import layer_times
 from outcore_packs.codings import SPLITTING_SOURCE, SplitDecoder, side_table_of
 from outcore_packs.full_copy import pack_model
 from stand_ins import TokensOnly
@@ -141,7 +141,7 @@ def checkpoint(folder: Path, model_type: str, **settings: Any) -> Path:
         return zoo.save_checkpoint(model_type, folder, dtype=mx.bfloat16)
 
 
-WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3}
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_a_prompt_is_decoded_for_once(
     with model.outcore as session:
         assert same(model, answer[:1])
         # Three passes, of 16 tokens, the rest and the last, in one sweep.
-        assert session.metrics.sweeps == 1 and calls == 4 * 7
+        assert session.metrics.sweeps == 1 and calls == 3 * 7
 
 
 def test_what_stays_is_decoded_once(made: Path, answer: list[tuple[int, mx.array]]) -> None:
@@ -241,7 +241,7 @@ def test_what_stays_is_decoded_once(made: Path, answer: list[tuple[int, mx.array
 def test_layers_come_and_go_and_failures_change_nothing(made: Path, answer: list[tuple[int, mx.array]]) -> None:
     class Stop(Exception): ...
 
-    model, _ = outcore.load_model(made / "compact", memory="1GB", resident=3, draft="none", **RUN)
+    model, _ = outcore.load_model(made / "compact", memory="1GB", resident=2, draft="none", **RUN)
     with model.outcore as session:
         assert session.residency.layers.shed(2) == 2 and same(model, answer)
         calls = iter(range(10**6))
@@ -255,7 +255,7 @@ def test_layers_come_and_go_and_failures_change_nothing(made: Path, answer: list
             same(model, answer)
         assert same(model, answer)
         assert session.residency.layers.regrow(2) == 2 and same(model, answer)
-        assert len(session.plan.resident) == 3
+        assert len(session.plan.resident) == 2
 
 
 def test_a_coding_costs_memory_that_is_counted(made: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_coding_costs_memory_that_is_counted(made: Path) -> None:
 def test_plain_copies_are_as_before(made: Path) -> None:
     manifests = {name: json.loads((made / name / MANIFEST).read_text()) for name in ("plain", "compact")}
     assert manifests["plain"]["schema"] == 1 and "codings" not in manifests["plain"]
-    assert manifests["compact"]["schema"] == 2 and len(manifests["compact"]["codings"]) == 4 * 7
+    assert manifests["compact"]["schema"] == 2 and len(manifests["compact"]["codings"]) == 3 * 7
     assert open_packed(made / "plain").decoders == {}
 
 
@@ -295,7 +295,7 @@ def test_another_coding_is_another_copy(made: Path, tmp_path: Path) -> None:
 
 def test_a_pack_that_was_cut_off_goes_on(made: Path, tmp_path: Path) -> None:
     def stop(what: str, done: int, total: int) -> None:
-        if "layers.2" in what and what.startswith("packing"):
+        if "layers.1" in what and what.startswith("packing"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -304,7 +304,7 @@ def test_a_pack_that_was_cut_off_goes_on(made: Path, tmp_path: Path) -> None:
     before = first.stat().st_ino
     pack_model(made / "model", tmp_path / "copy", coding="compact")
     assert first.stat().st_ino == before
-    for name in ("layer_0003", "non_layer"):
+    for name in ("layer_0002", "non_layer"):
         file = f"{name}.safetensors"
         assert (tmp_path / "copy" / file).read_bytes() == (made / "compact" / file).read_bytes()
 
@@ -362,5 +362,6 @@ def test_a_compact_copy_in_the_cache_is_read_on_a_gpu(
     assert found.plan.bytes_per_token < 0.8 * before.plan.bytes_per_token
 
 
-def test_decoding_is_calibrated() -> None:
-    assert 0.001 < decode_gbps() < 1e5
+def test_decoding_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_times, "PAST_CACHES", 4 << 20)
+    assert 0.001 < layer_times.decode_gbps() < 1e5

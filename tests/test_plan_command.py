@@ -134,8 +134,9 @@ def test_a_model_is_called_as_the_hub_calls_it_wherever_it_is_read_from(
 
 
 def test_this_machine_is_measured_once(
-    served: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    quick_models: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    served = quick_models(2)
     monkeypatch.setattr(calibrate_layers, "TOKENS", (1, 4))
     monkeypatch.setattr(calibrate_layers, "PAST_CACHES", 4 << 20)
     monkeypatch.setattr(disk, "POINT_S", 0.05)
@@ -186,14 +187,16 @@ def test_a_speed_is_reported_in_as_many_digits_as_are_known(served: Path, capsys
 def test_a_larger_budget_is_not_shown_with_fewer_layers(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """There are such: a larger slot, or a longer chunk of the prompt, may be worth more than a layer."""
     known(demo_model, layer_s=0.00001)
-    prepared = prepare(demo_model, memory="45MB", context=2048)
+    prepared = prepare(demo_model, memory="45MB", context=2048, draft="none")
     plans = speed_curve(prepared.planning, prepared.calibration, points=13)
     layers = [len(p.resident) for p in plans]
     assert layers != sorted(layers), "as without"
     for p in plans:
         kept = _rising(plans, p)
         assert p in kept and [len(k.resident) for k in kept] == sorted(len(k.resident) for k in kept)
-    _, _, out, _ = plan(capsys, str(demo_model), "--memory", "30MB", "--context", "2048", "--no-calibrate")
+    _, _, out, _ = plan(
+        capsys, str(demo_model), "--memory", "30MB", "--context", "2048", "--no-calibrate", "--draft", "none"
+    )
     layers = [int(n) for n in re.findall(r"(\d+) of 16 layers", out)]
     assert len(layers) > 2 and layers == sorted(layers)
 

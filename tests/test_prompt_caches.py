@@ -134,7 +134,7 @@ def test_a_cache_holds_what_mlx_lm_leaves_there(
         assert (session.metrics.accepted > 0) == draft
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["resident", "none"])
 def test_a_stop_token_is_in_the_cache_as_in_mlx_lms(way: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = theirs_of(folders("qwen3_5"))
     whole = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), PROMPT, max_tokens=9))
@@ -147,9 +147,9 @@ def test_a_stop_token_is_in_the_cache_as_in_mlx_lms(way: str, folders: Any, monk
     assert same_caches(*caches)
 
 
-@pytest.mark.parametrize(("name", "way"), MET)
-def test_a_prompt_that_fails_leaves_the_cache_as_it_was(name: str, way: str, folders: Any) -> None:
-    model = load(folders(name), way)
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma3_text", "falcon_h1"])
+def test_a_prompt_that_fails_leaves_the_cache_as_it_was(name: str, folders: Any) -> None:
+    model = load(folders(name), "none")
     with model.outcore as session:
         before, cache = make_prompt_cache(model), make_prompt_cache(model)
         said = tokens(ours(model, PROMPT, 3, cache))
@@ -551,7 +551,7 @@ def test_batches_and_texts_of_two_threads_take_turns(folders: Any) -> None:
         assert found["batch"] == dict(enumerate(alone))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["resident", "none"])
 def test_tokens_that_no_embedding_has_are_refused(way: str, folders: Any) -> None:
     model = load(folders("llama"), way)
     with model.outcore as session:
@@ -565,7 +565,7 @@ def test_tokens_that_no_embedding_has_are_refused(way: str, folders: Any) -> Non
             list(ours(model, PROMPT, 2, iter(make_prompt_cache(model))))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["resident", "one"])
 def test_keys_and_values_are_quantized_from_where_mlx_lm_does_by_default(way: str, folders: Any) -> None:
     theirs = theirs_of(folders("qwen3"))
     caches = make_prompt_cache(theirs), make_prompt_cache(theirs)

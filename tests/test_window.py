@@ -36,7 +36,7 @@ def test_a_window_takes_the_memory_of_its_tokens_alone(tmp_path: Path) -> None:
         with model.outcore as session:
             assert (session.streaming is None) == (resident is None)
             assert said(model, prompt, 24, max_kv_size=16, prefill_step_size=2048) == expected
-            said(model, prompt, 24, prompt_cache=make_prompt_cache(model, 16), prefill_step_size=64)
+            said(model, prompt, 2, prompt_cache=make_prompt_cache(model, 16), prefill_step_size=64)
             assert session.plan.context == 256, "room for the prompt, not for the 264 tokens that there were"
 
 
