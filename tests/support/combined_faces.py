@@ -70,7 +70,7 @@ class Place:
             if case.context == "rotating"
             else 14
         )
-        tokens = 5 if exact(case) else 10
+        tokens = 5 if exact(case) else 6
         # Asked before what counts, the text is its own neighbour.
         again = case.context in PREFIX or case.disturbance != "none"
         alone = case.face in ("generate", "patch") and again and exact(case)
