@@ -86,23 +86,28 @@ def rigging(folder: Path, more: Path) -> None:
         made.head(2)
 
 
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return original(tmp_path_factory.mktemp("published") / "m")
+
+
 @pytest.mark.parametrize(
     "work", [resident, overlay, own_draft, other_draft, packing, planning, rigging], ids=lambda f: f.__name__
 )
-def test_the_random_state_is_the_same_before_and_after(tmp_path: Path, work: Callable[[Path, Path], None]) -> None:
-    folder = original(tmp_path / "m")
+def test_the_random_state_is_the_same_before_and_after(
+    published: Path, tmp_path: Path, work: Callable[[Path, Path], None]
+) -> None:
     mx.random.seed(2**40 + 5)
     mx.random.uniform()  # a state that no small seed gives
     before = state()
-    work(folder, tmp_path)
+    work(published, tmp_path)
     assert state() == before
 
 
-def test_an_adapter_draws_nothing_either(tmp_path: Path) -> None:
-    folder = original(tmp_path / "m")
-    there = adapter(folder, tmp_path / "adapter")
+def test_an_adapter_draws_nothing_either(published: Path, tmp_path: Path) -> None:
+    there = adapter(published, tmp_path / "adapter")
     before = state()
-    load_model(folder, memory="1GB", adapter_path=str(there))[0].outcore.close()
+    load_model(published, memory="1GB", adapter_path=str(there))[0].outcore.close()
     assert state() == before
 
 
