@@ -172,7 +172,7 @@ def test_what_a_sequence_draws_does_not_depend_on_others_in_its_passes(short: Pa
 @pytest.mark.parametrize(
     ("kind", "where"),
     [
-        ("shared", "sampler"), ("resident", "processor"), ("resident", "shape"), ("one by one", "processor"),
+        ("shared", "sampler"), ("resident", "shape"), ("one by one", "processor"),
     ],
 )  # fmt: skip
 def test_a_sampler_that_raises_ends_its_own_sequence_alone(kind: str, where: str, short: Path, tokenizer: Any) -> None:

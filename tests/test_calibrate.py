@@ -396,13 +396,13 @@ def test_a_layer_that_takes_longer_is_found_to(tmp_path: Path, brief: None, monk
 def test_memory_for_one_layer_of_each_kind_is_enough(
     tmp_path: Path, brief: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    large = {"num_hidden_layers": 16, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 32768}
+    large = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 16384}
     monkeypatch.setitem(zoo.CONFIGS, "qwen3", {**zoo.CONFIGS["qwen3"], **large})
     monkeypatch.setattr(layers, "PAST_CACHES", 4 << 20)
     folder = zoo.save_checkpoint("qwen3", tmp_path)
     mx.clear_cache()
     prepared = prepare(folder)
-    assert prepared.profile.lazy.checkpoint.nbytes > 120_000_000
+    assert prepared.profile.lazy.checkpoint.nbytes > 60_000_000
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     kinds = calibrate.measure_kinds(prepared.profile, 1)

@@ -229,7 +229,8 @@ def test_of_a_call_that_was_cut_nothing_is_shown(name: str, before: str) -> None
         found = read(before + text[:end], how, cut=True)
         made = [each for each in found if isinstance(each, tuple)]
         assert found == [*shown, *calls[: len(made)]], text[:end]
-        assert read(before + text[:end], how, range(10**4), cut=True) == found
+        if end % 8 == 0 or end == len(text):
+            assert read(before + text[:end], how, range(10**4), cut=True) == found
         assert len(made) >= most, "a call that was there"
         most = len(made)
     assert most == len(calls)

@@ -17,6 +17,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import chat_tokenizers
+import zoo
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.options import LoadOptions
 from outcore.serve.app import all_apis, application
@@ -137,10 +138,12 @@ def test_calls_are_found_without_a_grammar(demo: TokenizerWrapper, monkeypatch: 
 
 
 @pytest.fixture
-def site(quick_models: Callable[[int], Path], demo_model: Path, tmp_path: Path) -> Iterator[Site]:
-    folder = tmp_path / "m"
-    shutil.copytree(quick_models(2), folder)
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
+def site(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """No layer of this model is recurrent: prompts are long."""
+    size = {"num_hidden_layers": 2, "vocab_size": 8192}
+    monkeypatch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | size)
+    folder = zoo.save_checkpoint("qwen3", tmp_path / "m")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(demo_model / name, folder)
     load = LoadOptions(memory="60MB", context=1024, cpu_streams=1, govern=False, draft="none", prefix_cache="off")
     service = ModelService(Shelf([str(folder)]), ServiceOptions(load))

@@ -29,12 +29,14 @@ from zoo_configs import CONFIGS, NOT_CONSTRUCTIBLE, NOT_ON_CPU, RUNNABLE
 __all__ = ["CONFIGS", "NOT_CONSTRUCTIBLE", "NOT_ON_CPU", "RUNNABLE", "build", "make_weights", "save_checkpoint"]
 
 
-def build(model_type: str, seed: int = 0) -> nn.Module:
-    """A tiny model of the type, with random weights."""
+def build(model_type: str, seed: int | None = 0) -> nn.Module:
+    """A tiny model of the type, with random weights; without a seed with mlx-lm's own, which are not computed."""
     config = copy.deepcopy(CONFIGS[model_type])
     model_class, args_class = _get_classes(config)
     model: nn.Module = model_class(args_class.from_dict(config))
     model.eval()
+    if seed is None:
+        return model
     make_weights(model, seed)
     if hasattr(model, "sanitize"):  # as at loading: some normalize the output layer there
         model.load_weights(list(model.sanitize(dict(tree_flatten(model.parameters()))).items()))
