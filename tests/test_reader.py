@@ -133,7 +133,7 @@ def test_extents_at_odd_places_arrive_exactly_and_nothing_else_is_touched(
         with reading(*files, io=io, chunk=chunk, metrics=metrics) as reader:
             assert reader.direct == (io != "cached")
             wanted = rounding = 0
-            for seed in range(40):
+            for seed in range(15):
                 extents = random_extents(random.Random(seed), files, in_place=in_place)
                 into = target(max(e.at + e.nbytes for e in extents))
                 read(reader, extents, into)

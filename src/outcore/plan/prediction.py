@@ -183,13 +183,14 @@ def simulate(turns: Sequence[Turn], slots: int) -> Timing:
     device = disk = 0.0  # when each becomes free
     marks = []
     for _ in range(BEFORE + slots // len(reads)):
-        for turn in turns:
-            if turn.read_s > 0:
-                device = max(device, ready.popleft()) + turn.compute_s
-                disk = max(disk, device) + next(coming)
+        for compute_s, read_s, _ in turns:  # without ``max``, which takes half of it: a load simulates 50 times
+            if read_s > 0:
+                filled = ready.popleft()
+                device = (filled if filled > device else device) + compute_s
+                disk = (device if device > disk else disk) + next(coming)
                 ready.append(disk)
             else:
-                device += turn.compute_s
+                device += compute_s
         marks.append(device)
     # Initially full slots last for many passes where reading takes hardly longer than computing.
     return Timing(max(marks[-1] - marks[-2], sum(reads)), marks[0])
