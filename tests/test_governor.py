@@ -266,7 +266,7 @@ def test_swapping_keeps_it_from_regrowing() -> None:
         assert any(given(d) < 0 for d in found) == grows
 
 
-@pytest.mark.parametrize("period", [4, 15, 40, 90, 200])
+@pytest.mark.parametrize("period", [4, 40, 200])
 def test_another_process_that_comes_and_goes_makes_no_flapping(period: int) -> None:
     machine = Machine(resident=24)
     machine.run(3600, lambda s: setattr(machine, "others", 500 * MB if int(s / period) % 2 else 0))

@@ -58,7 +58,7 @@ def fill(unit: Unit, files: dict[Path, bytes], rng: random.Random) -> bytearray:
 @pytest.mark.parametrize("align", [1, 8, GPU_ALIGN])
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
 def test_every_parameter_arrives_whole_wherever_its_bytes_lie(direct: bool, align: int) -> None:
-    for seed in range(100):
+    for seed in range(40):
         rng = random.Random(seed)
         files, sources = random_sources(rng)
         unit = place_unit("u", sources, direct=direct, align=align)
@@ -78,7 +78,7 @@ def test_every_parameter_arrives_whole_wherever_its_bytes_lie(direct: bool, alig
 @pytest.mark.parametrize("align", [1, 8, GPU_ALIGN])
 def test_direct_reads_agree_with_the_disk_block_by_block_and_share_no_block(align: int) -> None:
     in_place = 0
-    for seed in range(100):
+    for seed in range(40):
         _, sources = random_sources(random.Random(seed))
         unit = place_unit("u", sources, direct=True, align=align)
         assert unit.slot_bytes % BLOCK == 0
@@ -89,7 +89,7 @@ def test_direct_reads_agree_with_the_disk_block_by_block_and_share_no_block(alig
                 others = [o for o in unit.extents if o is not e and o.nbytes]
                 assert not any(set(blocks(e)) & set(blocks(o)) for o in others), seed
                 assert max(blocks(e), default=0) < unit.slot_bytes // BLOCK
-    assert in_place > 50
+    assert in_place > 20
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
@@ -121,7 +121,7 @@ def test_tensors_that_are_aligned_in_the_file_keep_one_read_in_place_on_a_gpu() 
 
 
 def test_where_any_address_will_do_a_scattered_unit_takes_its_bytes_and_at_most_two_blocks_a_run() -> None:
-    for seed in range(100):
+    for seed in range(40):
         _, sources = random_sources(random.Random(seed))
         unit = place_unit("u", sources, direct=True)
         assert unit.slot_bytes <= unit.read_bytes + 2 * BLOCK * len(unit.extents)
