@@ -362,3 +362,4 @@ def test_auto_takes_the_drafter_in_the_model_s_folder(made: Any, tmp_path: Path)
         names.append((prepared.draft and prepared.draft.name, "drafter" in [c.name for c in prepared.choices]))
         shutil.copytree(drafter, model / "drafter", dirs_exist_ok=True)
     assert names == [("ngram", False), ("drafter", True)]
+    assert (own := prepare(model, draft="drafter", **options).draft) is not None and own.kind == "drafter"

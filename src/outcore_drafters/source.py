@@ -59,8 +59,8 @@ class Drafters(DraftSource):
             return False  # the source of draft models says what is wrong
 
     def parse(self, asked: str, argument: str | None) -> str:
-        if argument is None and Path(asked).is_dir():
-            return asked  # the folder is called like the kind
+        if argument is None:
+            return asked if Path(asked).is_dir() else ""  # the folder is called like the kind, or it is the model's own
         if not argument:
             raise UsageError(f"{called('draft')} {shortened(asked)}: give the drafter's folder, as {self.usage}")
         return argument
@@ -72,6 +72,10 @@ class Drafters(DraftSource):
             yield DRAFTER, str(folder), 0
 
     def open(self, which: str, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft]:
+        if not which and not Path(which := str(profile.lazy.checkpoint.folder / DRAFTER)).is_dir():
+            raise UsageError(
+                f"{called('draft')} {DRAFTER}: the model has none; give the drafter's folder, as {self.usage}"
+            )
         if _unfinished(which):
             raise UsageError(f"{called('draft')} {shortened(which)}: not trained to its end; run draft train again")
         o, folder = opening.options, draft_folder(which)
