@@ -97,10 +97,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-@pytest.mark.parametrize("left_out", ["resident", "experts"])  # which exclude each other
 @pytest.mark.parametrize("command", COMMANDS)
 def test_engine_flags_reach_the_plan(
-    command: str, left_out: str, asked: list[dict[str, Any]], demo_model: Path, tmp_path: Path
+    command: str, asked: list[dict[str, Any]], demo_model: Path, tmp_path: Path
 ) -> None:
     text, requests = tmp_path / "text.txt", tmp_path / "requests.jsonl"
     text.write_text("one two three four five six seven eight nine ten " * 20)
@@ -108,11 +107,12 @@ def test_engine_flags_reach_the_plan(
     requests.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}))
     places = {"cache": tmp_path / "cache", "model": demo_model, "requests": requests, "text": text}
     needed = [word.format(**places, answers=tmp_path / "answers.jsonl") for word in NEEDED[command]]
-    wanted = {name: value for name, value in VALUES.items() if name != left_out}
-    assert main([command, *needed, *_flags(**{name: given(name) for name in wanted})]) == 1
-    (options,) = asked
-    assert {name: options[name] for name in VALUES} == wanted | {left_out: None}
-    asked.clear()
+    for left_out in ("resident", "experts"):  # which exclude each other
+        wanted = {name: value for name, value in VALUES.items() if name != left_out}
+        assert main([command, *needed, *_flags(**{name: given(name) for name in wanted})]) == 1
+        (options,) = asked
+        assert {name: options[name] for name in VALUES} == wanted | {left_out: None}
+        asked.clear()
     assert main([command, *needed]) == 1
     # Without --memory none is given: a budget that a command made up would be taken for the user's.
     assert asked[0]["memory"] is None
