@@ -26,7 +26,7 @@ from outcore.errors import UsageError
 from outcore_drafters import command, published
 from outcore_drafters.config import kind_of, open_drafter
 from outcore_drafters.drafter import DraftedModel
-from outcore_drafters.train import collect, drafter_files, network, products, training
+from outcore_drafters.train import collect, drafter_files, network, products, texts, training
 from outcore_drafters.train.network import Network, Shape, accepted
 from outcore_drafters.train.work_folder import WorkFolder
 from stand_ins import TokensOnly
@@ -76,7 +76,7 @@ def test_a_saved_drafter_drafts_what_the_trained_network_does(parts: tuple[mx.ar
     drafter_files.save(tmp_path, net, drafter_files.config_of(SHAPE, "llama", 4, 64, 3), "card")
     config = json.loads((tmp_path / "config.json").read_text())
     model = DraftedModel(SHAPE.hidden, SHAPE.vocabulary, 4, "llama")
-    drafter = open_drafter(tmp_path, config, kind_of(tmp_path, config), model, None, lambda *_: mx.float32)
+    drafter = open_drafter(tmp_path, config, kind_of(tmp_path, config), model, 4, lambda *_: mx.float32)
     tokens = mx.random.randint(0, SHAPE.vocabulary, (1, LENGTH)).astype(mx.int32)
     states = mx.random.normal((1, LENGTH - 1, 3 * SHAPE.hidden))
 
@@ -371,6 +371,15 @@ def test_the_smallest_drafter_is_made_where_the_usual_share_is_less(
     assert config["transformer_layer_config"]["intermediate_size"] == 64
 
 
+def test_nothing_to_train_on_lies_where_text_is_held_out() -> None:
+    block, cycle, piece = texts.BLOCK, texts.HELD_OUT * texts.BLOCK, 1500
+    trained, held = (texts._places(np.random.default_rng(1), 5 * cycle, 9999, piece, out) for out in (False, True))
+    for places, out in ((trained, False), (held, True)):
+        for ends in (places, places + piece - 1):
+            assert (((ends % cycle) >= cycle - block) == out).all()
+    assert len(set(held // cycle)) == 5
+
+
 def test_only_parameters_of_the_published_form_are_saved(tmp_path: Path) -> None:
     net = Network(SHAPE, mx.ones(SHAPE.hidden))
     assert sum(a.size for _, a in tree_flatten(net.parameters())) == SHAPE.parameters
@@ -403,7 +412,9 @@ def test_the_loss_and_its_gradient_are_those_of_cross_entropy(
         "tokens": mx.random.randint(0, 40, (2, 7)), "states": mx.random.normal((2, 6, 3 * SHAPE.hidden)),
         "likely": likely, "chances": chances, "counts": mx.array([[1.0] * 7, [1.0] * 5 + [0.0] * 2]),
     }  # fmt: skip
-    target = mx.put_along_axis(mx.zeros((2, 6, SHAPE.vocabulary)), likely, chances, axis=-1)
+    highest = (chances == chances.max(-1, keepdims=True)).astype(mx.float32)
+    weights = (1 - network.LIKELIEST) * chances + network.LIKELIEST * highest
+    target = mx.put_along_axis(mx.zeros((2, 6, SHAPE.vocabulary)), likely, weights, axis=-1)
 
     def expected(net: Network) -> mx.array:
         made, total, weight = net.guesses(batch["tokens"], batch["states"], table, head, 0, 2, own=False), 0.0, 0.0

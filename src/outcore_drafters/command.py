@@ -34,7 +34,7 @@ from .published import trained_values
 from .train import collect, drafter_files, texts
 from .train.network import PIECE, Network, Shape
 from .train.products import fast_quantized
-from .train.training import DEPTH, TRIED, Progress, Trainer
+from .train.training import DEPTH, TRIED, Progress, Trainer, is_held_out
 from .train.work_folder import WORK, WorkFolder
 
 # Tokens of a piece of text that the model continues.
@@ -286,7 +286,9 @@ class Job:
                 break
             bar.count(f"hidden states, {n * self.texts} texts", min(round(passed), most_s), most_s)
             mx.random.seed(self._seed * 1_000_003 + n)
-            prompts = texts.pieces(self._tokenizer, self.files, self.texts, PROMPT, [self._seed, n])
+            prompts = texts.pieces(
+                self._tokenizer, self.files, self.texts, PROMPT, [self._seed, n], held_out=is_held_out(n)
+            )
             with fast_quantized(evaluated=resident):
                 made = collect.continue_texts(model, layers, self.shape.tapped, prompts, args.max_tokens, draw)
             self.shards.save(n, made)

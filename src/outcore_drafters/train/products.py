@@ -13,6 +13,11 @@ import numpy as np
 
 from outcore.machine.device import on_cpu
 
+from ..config import GROUPS
+
+# Bits of a drafter's weights when it drafts.
+BITS = 4
+
 
 def matmul(a: mx.array, b: mx.array) -> mx.array:
     """Returns ``a @ b``, differentiable. ``b``: two dimensions, or as many as ``a`` and no broadcasting.
@@ -63,33 +68,42 @@ def log_sums(states: mx.array, head: mx.array, offsets: mx.array) -> tuple[mx.ar
 
 
 class Linear(nn.Linear):
-    """Without bias."""
+    """Without bias. Computes with its weights as they are when quantized to 4 bits, so that a drafter is trained as it
+    is used; gradients are those of the weights themselves (straight-through estimator, Bengio et al. 2013, arXiv
+    1308.3432)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return matmul(x, self.weight.T)
+        weight = self.weight
+        if (group := next((g for g in GROUPS if weight.shape[-1] % g == 0), None)) is not None:
+            coarse = mx.dequantize(*mx.quantize(weight, group, BITS), group, BITS)
+            weight = weight + mx.stop_gradient(coarse - weight)
+        return matmul(x, weight.T)
 
 
 @contextmanager
 def fast_quantized(*, evaluated: bool) -> Iterator[None]:
-    """``mx.quantized_matmul`` dequantizes the weights and multiplies by NumPy: much faster on a CPU for many rows of
-    bfloat16.
+    """``mx.quantized_matmul`` dequantizes the weights and multiplies: on a CPU by NumPy, which is much faster for many
+    rows of bfloat16; on a GPU without the kernels that MLX compiles for minutes on CUDA.
 
     Args:
         evaluated: all weights are in memory; if not, nothing is changed, since a streamed layer must not be
             evaluated before it has been read.
     """
-    if not (evaluated and on_cpu()):
+    if not evaluated:
         yield
         return
     own = mx.quantized_matmul
 
     def multiplied(x: mx.array, w: mx.array, **how: Any) -> mx.array:
         transposed = how.pop("transpose", True)
-        weight = mx.dequantize(w, **how).astype(mx.float32)
-        return matmul(x.astype(mx.float32), weight.T if transposed else weight).astype(x.dtype)
+        weight = mx.dequantize(w, **how)
+        if on_cpu():
+            weight, x32 = weight.astype(mx.float32), x.astype(mx.float32)
+            return matmul(x32, weight.T if transposed else weight).astype(x.dtype)
+        return (x @ (weight.T if transposed else weight)).astype(x.dtype)
 
     mx.quantized_matmul = multiplied  # type: ignore[assignment]
     try:

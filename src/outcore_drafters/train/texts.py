@@ -14,6 +14,9 @@ from outcore.text import printable
 # Bytes that surely have a token each, and how often pieces are drawn anew where text was too short.
 BYTES, TRIES = 12, 50
 
+# Of all text, one in so many blocks of bytes is held out: no piece to train on begins in it or reaches into it.
+HELD_OUT, BLOCK = 20, 1 << 14
+
 
 def text_files(paths: Iterable[Path]) -> list[Path]:
     """Returns the files and, of folders, all files below them that hold text, in the order of their names.
@@ -46,25 +49,43 @@ def _is_text(file: Path) -> bool:
     return bool(start) and b"\0" not in start
 
 
-def pieces(tokenizer: Any, files: Sequence[Path], count: int, tokens: int, seed: Sequence[int]) -> np.ndarray[Any, Any]:
+def pieces(
+    tokenizer: Any, files: Sequence[Path], count: int, tokens: int, seed: Sequence[int], *, held_out: bool
+) -> np.ndarray[Any, Any]:
     """Returns int32 (count, tokens): pieces that begin at random places of the texts, long texts more often.
 
     Only what is drawn is read and tokenized. A place where too little text follows gives none; others are drawn.
+
+    Args:
+        held_out: draw from the blocks that are held out, of which other pieces have nothing. Of texts that have fewer
+            than ``HELD_OUT`` blocks together, all pieces are drawn from everywhere.
 
     Raises:
         UsageError: the files have too little text for a piece.
     """
     draw = np.random.default_rng(seed)
-    sizes = np.array([file.stat().st_size for file in files], float)
+    starts = np.cumsum([0, *(file.stat().st_size for file in files)])
     made: list[list[int]] = []
     for _ in range(TRIES):
-        drawn = draw.choice(len(files), count - len(made), p=sizes / sizes.sum())
-        texts = [_text_at(files[n], int(draw.random() * max(1.0, sizes[n] - tokens)), tokens) for n in drawn]
+        places = _places(draw, int(starts[-1]), count - len(made), BYTES * tokens, held_out)
+        drawn = np.searchsorted(starts, places, side="right") - 1
+        texts = [_text_at(files[n], int(at - starts[n]), tokens) for n, at in zip(drawn, places, strict=True)]
         found = tokenizer(texts, add_special_tokens=False)["input_ids"]
         made += [ids[1 : tokens + 1] for ids in found if len(ids) > tokens + 1]
         if len(made) == count:
             return np.array(made, np.int32)
     raise UsageError(f"--input: too little text; a piece has {tokens} tokens, and longer files are needed")
+
+
+def _places(draw: np.random.Generator, size: int, count: int, piece: int, held_out: bool) -> np.ndarray[Any, Any]:
+    """Returns random places (count,) in ``size`` bytes from which ``piece`` bytes lie in blocks that are held out, or
+    in others."""
+    cycles = size // (HELD_OUT * BLOCK)
+    if not cycles or piece >= BLOCK:
+        return draw.integers(0, size, count)
+    first, length = ((HELD_OUT - 1) * BLOCK, BLOCK) if held_out else (0, (HELD_OUT - 1) * BLOCK)
+    cycle = draw.integers(0, cycles, count) * HELD_OUT * BLOCK
+    return cycle + first + draw.integers(0, length - piece, count)
 
 
 def _text_at(file: Path, at: int, tokens: int) -> str:

@@ -84,22 +84,21 @@ class Trainer:
         self.progress = Progress()
         self._optimizer = optim.AdamW(learning_rate=rate, betas=[0.9, 0.95], weight_decay=0.01)
         self._optimizer.init(net.trainable_parameters())
-        self._state = [net.state, self._optimizer.state]
 
     def run(self) -> Progress:
         """Trains until the time is over, or until held-out texts show no more progress; ``net`` then has the weights
         of the best evaluation."""
         self._resume()
-        # On a CPU, MLX compiles such a graph with the system's C++ compiler, for minutes.
-        step = self._step if on_cpu() else mx.compile(self._step, inputs=self._state, outputs=self._state)
         done, began, saved = self.progress.seconds, time.monotonic(), time.monotonic()
         while self.progress.seconds < self._seconds and self.progress.stale < PATIENCE:
             batch = self._batch(self.progress.steps)
             part = self.progress.seconds / self._seconds
             cosine = LEAST + (1 - LEAST) * 0.5 * (1 + math.cos(math.pi * part))
             self._optimizer.learning_rate = mx.array(self._rate * min(1.0, (self.progress.steps + 1) / WARM) * cosine)
-            value = step(batch, 2 + int(part * (DEPTH - 1)))  # deeper guesses are worth more once the first are good
-            mx.eval(value, self._state)
+            value = self._step(
+                batch, 2 + int(part * (DEPTH - 1))
+            )  # deeper guesses are worth more once the first are good
+            mx.eval(value, self.net.parameters(), self._optimizer.state)
             p = self.progress
             now = float(cast(float, value.item()))
             p.loss = now if not p.steps else 0.98 * p.loss + 0.02 * now
@@ -133,7 +132,7 @@ class Trainer:
         return made | _columns(made, self._head.shape[0], step) if on_cpu() else made
 
     def _shard_of(self, step: int) -> tuple[int, np.ndarray[Any, Any]]:
-        trained = [n for n in range(self._shards.count) if not _held(n)]
+        trained = [n for n in range(self._shards.count) if not is_held_out(n)]
         texts = self._loaded(trained[0])["tokens"].shape[0]
         turn, place = divmod(step, max(1, texts // self._rows))
         round_, nth = divmod(turn, len(trained))
@@ -172,7 +171,7 @@ class Trainer:
         """Returns how many tokens a verifying pass gives on held-out texts, counted as when drafting: after each pass
         the next begins with the first token that was not guessed."""
         passes = made = 0
-        for shard in filter(_held, range(self._shards.count)):
+        for shard in filter(is_held_out, range(self._shards.count)):
             loaded = self._shards.load(shard)
             for at in range(0, loaded["tokens"].shape[0], 8):
                 batch = self._prepared({key: loaded[key][at : at + 8] for key in ("tokens", "states")})
@@ -214,7 +213,6 @@ class Trainer:
         kept = [(key.removeprefix("optimizer."), a) for key, a in arrays.items() if key.startswith("optimizer.")]
         if kept:
             self._optimizer.state = tree_unflatten(kept)
-            self._state[1] = self._optimizer.state
         mx.eval(self.net.parameters(), self._optimizer.state)
         found: dict[str, str] = meta
         return found
@@ -238,5 +236,6 @@ def _columns(batch: dict[str, mx.array], vocabulary: int, seed: int) -> dict[str
     return {"columns": mx.array(np.concatenate([wanted, drawn]).astype(np.int32)), "offsets": mx.array(offsets)}
 
 
-def _held(file: int) -> bool:
+def is_held_out(file: int) -> bool:
+    """Whether a file of states is for judging only."""
     return file % HELD_OUT == 0
