@@ -140,7 +140,9 @@ class Job:
         args = self._args
         self._tokenizer: Any = load_tokenizer(self._folder)
         self._tokenizer = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
-        texts.pieces(self._tokenizer, self.files, 1, PROMPT, [self._seed])  # or there is too little text
+        texts.pieces(
+            self._tokenizer, self.files, 1, PROMPT, [self._seed], held_out=False
+        )  # or there is too little text
         model = self._load()
         try:
             self._measure(model)
