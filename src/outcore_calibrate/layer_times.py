@@ -287,6 +287,8 @@ def _noise(p: Parameter, shape: Sequence[int], cast: mx.Dtype | None) -> mx.arra
     if p.key == "scales" and not mx.issubdtype(dtype, mx.floating):
         # For mxfp4 and mxfp8 an exponent (2**-7), for nvfp4 an 8-bit float (1/4).
         array = mx.full(shape, 40 if getattr(p.module, "mode", "") == "nvfp4" else 120, dtype=dtype)
+    elif mx.issubdtype(dtype, mx.signedinteger):
+        array = mx.zeros(shape, dtype=dtype)  # numbers of rows or experts, which must exist
     else:
         if mx.issubdtype(dtype, mx.floating):
             block = mx.random.normal((min(size, BLOCK),), scale=0.02, key=key)

@@ -7,10 +7,10 @@ for speech. Their weights are not read. Streaming then finds the layers in the t
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
+import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.cache import KVCache, make_prompt_cache
 
-from outcore.modules.layers import modules
+from outcore.errors import UnsupportedModelError
+from outcore.modules.layers import modules, named_modules
 
 from .caches import as_mlx_lm, within
 from .switches import adapt
@@ -28,8 +29,9 @@ from .switches import adapt
 KINDS = ("text", "vision", "perceiver", "projector", "audio")
 CHANGE = {"VisionModel": "vision_config", "LanguageModel": "text_config", "AudioModel": "audio_config"}
 
-# Models that are their own language model, and what of them text does not need.
+# How paths of modules end that text does not need, in language models; or in models that are their own language model.
 APART = {
+    "ernie4_5_moe_vl": (".mlp.gate_1", ".mlp.switch_mlp_1"),
     "molmo_point": ("vision_model", "connector", "build_vit_embedding", "point_predictor"),
     "phi3_v": ("model.vision_embed_tokens",),
 }
@@ -52,11 +54,12 @@ class TextModel(nn.Module):
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments.config)
+        if not isinstance(getattr(self, "language_model", None), nn.Module):
+            raise UnsupportedModelError(f"{self.arch.__name__}: no language model that writes token by token")
         self.__dict__[WHOLE] = self.arch.Model(arguments.config), arguments.config
-        if self.language_model is self:
-            self.__dict__[GONE] = tuple(_removed(self, APART.get(self.arch.__name__.rpartition(".")[2], ())))
-        else:
-            self.__dict__[GONE] = tuple(_prune(self, self.language_model))
+        gone = [] if self.language_model is self else list(_prune(self, self.language_model))
+        gone += _removed(self, APART.get(self.arch.__name__.rpartition(".")[2], ()))
+        self.__dict__[GONE] = tuple(gone)
 
     def __call__(self, inputs: mx.array, cache: Any = None, **kwargs: Any) -> mx.array:
         language: Any = self.language_model
@@ -120,7 +123,7 @@ class Arguments:
 
 
 class NoHints:
-    """MLX for a language model's module, without hints to begin computing: the weights may not have been read yet."""
+    """MLX for modules of models, without hints to begin computing: weights may not have been read yet."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -133,15 +136,26 @@ class NoHints:
 
 
 @cache
-def text_classes(folder: str) -> tuple[type[TextModel], type[Arguments]] | None:
-    """Returns the classes for the text of one of mlx-vlm's model folders; None: it has no model of that form."""
+def text_classes(folder: str) -> tuple[type[TextModel], type[Arguments]]:
+    """Returns the classes for the text of one of mlx-vlm's model folders.
+
+    Raises:
+        UnsupportedModelError: it has no model of that form.
+    """
     arch = importlib.import_module(f"mlx_vlm.models.{folder}")
     if not hasattr(arch, "Model") or not hasattr(arch, "ModelConfig"):
-        return None
-    if (language := sys.modules.get(f"{arch.__name__}.language")) is not None and hasattr(language, "mx"):
-        vars(language)["mx"] = NoHints(mx)
+        raise UnsupportedModelError(f"{arch.__name__}: no language model")
+    _without_hints()
     model = type("Model", (TextModel, arch.Model), {"__module__": arch.Model.__module__, "arch": arch})
     return model, type("Arguments", (Arguments,), {"__module__": __name__, "arch": arch})
+
+
+def _without_hints() -> None:
+    """Gives ``NoHints`` to the modules of mlx-vlm's models that hint, of those that are imported by now."""
+    models = [m for name, m in sys.modules.items() if name.startswith("mlx_vlm.models.")]
+    for module in models:
+        if getattr(module, "mx", None) is mx and "async_eval" in inspect.getsource(module):
+            vars(module)["mx"] = NoHints(mx)
 
 
 def _prune(model: nn.Module, wanted: nn.Module, path: str = "") -> Iterator[str]:
@@ -157,12 +171,14 @@ def _prune(model: nn.Module, wanted: nn.Module, path: str = "") -> Iterator[str]
             yield f"{path}{name}."
 
 
-def _removed(model: nn.Module, paths: Iterable[str]) -> Iterator[str]:
-    """Removes these modules; yields how the names of their weights begin."""
-    for path in paths:
-        *outer, name = path.split(".")
-        dict.pop(functools.reduce(getattr, outer, model), name)
-        yield f"{path}."
+def _removed(model: nn.Module, ends: tuple[str, ...]) -> Iterator[str]:
+    """Removes modules whose paths end so; yields how the names of their weights begin."""
+    for path, module in named_modules(model):
+        for name, child in list(module.items()):
+            here = f"{path}.{name}" if path else name
+            if isinstance(child, nn.Module) and here.endswith(ends):
+                dict.pop(module, name)
+                yield f"{here}."
 
 
 def _modules_in(value: Any) -> list[nn.Module]:

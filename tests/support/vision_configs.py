@@ -235,6 +235,7 @@ OWN: dict[str, Config] = {
     "lfm2_vl": {"text_config": LFM},
     "lille_130m": {"n_embd": 64, "n_head": 4, "n_kv_heads": 2, "n_layer": 4},
     "limite": {
+        "softcap_logits": {"kind": "sigmoid", "a": 30.0, "b": 0.0, "c": 2.0},
         "ve_gate_channels": 12,
         "attn_gate_channels": 16,
         "ve_dim": 16,
@@ -426,6 +427,22 @@ OWN: dict[str, Config] = {
     },
     "minicpmv4_7": {"tower": "siglip", "text_config": QWEN, "image_token_id": 120, "video_token_id": 121, **QWEN},
     "fastvlm": {"text": "qwen2"},
+    "ernie4_5_moe_vl": {
+        "hidden_size": 256,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "text_config": {
+            "hidden_size": 256,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 128,
+            "moe_num_experts": [4, 4],
+            "moe_intermediate_size": [64, 32],
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 3,
+            "moe_capacity": [1.2, 2.0, 2.0],
+        },
+    },
 }
 
 

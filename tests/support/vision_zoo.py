@@ -14,9 +14,6 @@ import zoo
 from outcore_vision.text_model import GONE, WHOLE, text_classes
 from vision_configs import config_of
 
-# Weights that the type's own code transposes while loading, even if they are as it wants them.
-TRANSPOSED = {"ernie4_5_moe_vl": "mlp.gate.weight"}
-
 __all__ = ["config_of", "save_checkpoint"]
 
 
@@ -27,7 +24,6 @@ def save_checkpoint(
     model's weights: its loader then goes without the rest, if that is not mixed with it."""
     config = config_of(folder_of_type)
     classes = text_classes(folder_of_type)
-    assert classes is not None, "mlx-vlm's folder has no Model with a ModelConfig"
     model: Any = classes[0](classes[1].from_dict(copy.deepcopy(config)))
     whole, pruned = model.__dict__[WHOLE][0], model.__dict__[GONE]
     # mlx-vlm goes without modules of the top alone, not without lists of modules.
@@ -42,9 +38,7 @@ def save_checkpoint(
     weights = tree_flatten(model.parameters())
     model.update(tree_unflatten([(k, v.astype(dtype)) for k, v in weights if v.dtype == mx.float32 and to_cast(k)]))
     folder.mkdir(parents=True, exist_ok=True)
-    weights = tree_flatten(model.parameters())
-    published = {k: a.T if k.endswith(TRANSPOSED.get(folder_of_type, "none")) else a for k, a in weights}
-    mx.save_safetensors(str(folder / "model.safetensors"), published, {"format": "mlx"})
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
 
