@@ -405,13 +405,14 @@ sys.exit(1)
 """
 
 
-def test_the_rank_at_fault_may_end_after_the_ranks_that_heard_of_it(elsewhere: list[str], tmp_path: Path) -> None:
+def test_the_rank_at_fault_may_end_after_the_ranks_that_heard_of_it(
+    elsewhere: list[str], tmp_path: Path, launch_here: Here
+) -> None:
     for where in (LOCAL, elsewhere):
         name = "local" if where is LOCAL else "b"
         (folder := tmp_path / f"where-{name}").mkdir()
-        launcher = started(*where, "--", sys.executable, "-c", AT_FAULT, name, str(folder))
-        _, errors = launcher.communicate(timeout=ENDS_S)
-        assert launcher.returncode == 1
+        status, _, errors = launch_here(*where, "--", sys.executable, "-c", AT_FAULT, name, str(folder))
+        assert status == 1
         lines = errors.splitlines()
         assert f"rank 1 ({name}): toy: broke" in lines
         # What a rank 0 here prints is not seen by its launcher.
