@@ -34,9 +34,13 @@ PROMPT = "def f(x):\n"
 IDS = [3, 4, 5, 6, 7]
 
 
+@pytest.fixture(scope="module")
+def before() -> dict[tuple[str, str], int]:
+    return names()
+
+
 @pytest.fixture(autouse=True)
-def as_it_was() -> Iterator[None]:
-    before = names()
+def as_it_was(before: dict[tuple[str, str], int]) -> Iterator[None]:
     yield
     remove_patch()
     found, ours = names(), {id(new) for _, new in PAIRS}

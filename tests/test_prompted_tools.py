@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import json
 import shutil
@@ -98,9 +99,12 @@ def test_tools_calls_and_results_are_put_into_words(demo: TokenizerWrapper, demo
     assert "\n\nRain?<|im_end|>" in found
 
 
+prompter = functools.cache(Prompter)
+
+
 def allowed(tokenizer: TokenizerWrapper, text: str, **more: Any) -> set[str]:
     """What may come next in an answer that begins like this; None for its end."""
-    prompt = Prompter(tokenizer).prepare(GenerationRequest(messages=(HI[0],), tools=TOOLS, **more))
+    prompt = prompter(tokenizer).prepare(GenerationRequest(messages=(HI[0],), tools=TOOLS, **more))
     assert prompt.grammar is not None
     tokens = tokenizer.encode(text, add_special_tokens=False)
     logits = prompt.grammar(0)(mx.array(tokens, dtype=mx.int32), mx.zeros((1, 8192)))
