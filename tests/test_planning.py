@@ -130,7 +130,7 @@ def test_every_budget_from_the_smallest_on_works_whatever_it_is_worth_drafting(k
     weights = 0 if kind in (AUTO, NGRAM) else 12 * MB
     planning = Planning(sized(logits=logits), kind, Draft(kind, kind, weights=weights, head=weights // 4, cache=MB))
     least = planning.smallest
-    for budget in [least + i * MB // 4 for i in range(60)] + [10 * least, 2**50]:
+    for budget in [least + i * MB // 2 for i in range(30)] + [10 * least, 2**50]:
         planned = planning.at(budget)
         assert planned.plan.peak_bytes <= budget
         assert planned.plan.smallest_budget_bytes == least
