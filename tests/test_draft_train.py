@@ -213,7 +213,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         "--memory",
         "1GB",
         "--minutes",
-        "0.02",
+        "0.01",
         "--share",
         "0.9",
         "--quiet",

@@ -51,7 +51,7 @@ def answer(model: Any, tokenizer: Any, tokens: int = 5, prompt: Any = "hi there"
 
 
 def one_that_outgrows_its_plan(model: Any, tokenizer: Any) -> None:
-    answer(model, tokenizer, 16)
+    answer(model, tokenizer, 12)
 
 
 def one_that_is_closed(model: Any, tokenizer: Any) -> None:
@@ -96,8 +96,8 @@ def one_whose_read_fails(model: Any, tokenizer: Any) -> None:
 
 def one_in_a_cache_of_its_callers(model: Any, tokenizer: Any) -> None:
     cache = make_prompt_cache(model)
-    answer(model, tokenizer, prompt_cache=cache)
-    answer(model, tokenizer, prompt_cache=cache)
+    answer(model, tokenizer, 3, prompt_cache=cache)
+    answer(model, tokenizer, 3, prompt_cache=cache)
 
 
 def two_that_share_passes(model: Any, tokenizer: Any, **options: Any) -> None:

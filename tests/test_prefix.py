@@ -89,8 +89,8 @@ def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return a[0] == b[0] and all(np.array_equal(x, y, equal_nan=True) for x, y in zip(a[1], b[1], strict=True))
 
 
-KINDS = ("llama4", "longcat_flash")
-"""Chunks, and several caches in one layer; test_prefix_chunks.py has windows."""
+KINDS = ("llama4", "gpt_oss", "longcat_flash")
+"""Chunks, sliding windows, several caches in one layer; recurrent states are in what the other tests have."""
 
 
 @pytest.mark.parametrize(
