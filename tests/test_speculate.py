@@ -231,7 +231,7 @@ def test_sampled_text_is_distributed_like_plain_sampling(kind: str, temp: float)
         # Repetitions are followed where they differ from the model's likeliest token.
         source = Both(NGram(), source, lambda key: {"ngram": 0.1, "against": 0.9, "tilted": 0.5}[key[0]])
     drafted = accepted = 0
-    while len(chooser.text) < 450:
+    while len(chooser.text) < 700:
         guesses = control.draft(source, chooser.text, 3)
         drafted += len(guesses)
         for guess in (*guesses, None):
