@@ -11,4 +11,4 @@ from types import SimpleNamespace
 
 import mlx_lm.models.base
 
-mlx_lm.models.base.inspect = SimpleNamespace(signature=functools.cache(inspect.signature))  # type: ignore[attr-defined]
+mlx_lm.models.base.inspect = SimpleNamespace(signature=functools.cache(inspect.signature))
