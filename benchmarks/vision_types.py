@@ -97,6 +97,8 @@ def differs(got: list[mx.array], expected: list[mx.array]) -> str | None:
 
 def survey(kind: str, work: Path, dtype: str) -> dict[str, Any]:
     """What one type does; ``failed`` names the first step that did not go, ``why`` says how."""
+    if kind in vision_zoo.NO_TEXT:
+        return {"equal": False, "failed": "no text", "why": vision_zoo.NO_TEXT[kind]}
     step, row = "built", dict[str, Any]()
     try:
         folder = vision_zoo.save_checkpoint(kind, work / kind, dtype=COMPUTE_DTYPES[dtype])
@@ -113,6 +115,9 @@ def survey(kind: str, work: Path, dtype: str) -> dict[str, Any]:
             "split": len(session.profile.trace.pieces),
             "experts": sum(s.experts is not None for s in session.size.layers),
         }  # fmt: skip
+        step = "streamed"
+        if not session.plan.streamed:
+            raise AssertionError("; ".join(session.notes))
         step = "a third resident"
         if layers // 3 > 1:
             found, session = ours(folder, memory="8GB", resident=layers // 3, head_resident=False)
@@ -128,6 +133,11 @@ def survey(kind: str, work: Path, dtype: str) -> dict[str, Any]:
         row |= {"equal": False, "failed": step, "why": f"{type(e).__name__}: {' '.join(str(e).split())}"[:300]}
         row["trace"] = traceback.format_exc()[-1800:]
     return row
+
+
+def listed(rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows for a result; failures carry the end of their trace only here."""
+    return [{"type": kind, **{k: v for k, v in rows[kind].items() if k != "trace"}} for kind in sorted(rows)]
 
 
 def told(kind: str, row: dict[str, Any], seconds: float) -> str:
@@ -168,7 +178,7 @@ def main() -> None:
                     kind, row, seconds = json.loads(line)
                     rows[kind] = row
                     print(told(kind, row, seconds), flush=True)
-                    write_result(arguments.json, "vision_types", Path(tempfile.gettempdir()), types=rows)
+                    write_result(arguments.json, "vision_types", Path(tempfile.gettempdir()), types=listed(rows))
         left = [kind for kind in left if kind not in rows]
         if left:  # mlx-vlm's own code has ended the process, as by an index out of bounds
             rows[left[0]] = {"equal": False, "failed": "process", "why": f"ended with {worker.returncode}"}

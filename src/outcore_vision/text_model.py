@@ -57,6 +57,9 @@ class TextModel(nn.Module):
         if not isinstance(getattr(self, "language_model", None), nn.Module):
             raise UnsupportedModelError(f"{self.arch.__name__}: no language model that writes token by token")
         self.__dict__[WHOLE] = self.arch.Model(arguments.config), arguments.config
+        if hasattr(self.language_model, "_batch_invariant_decode"):
+            # It goes through the layers' parts without calling the layers.
+            self.language_model.__dict__["_batch_invariant_decode"] = None
         gone = [] if self.language_model is self else list(_prune(self, self.language_model))
         gone += _removed(self, APART.get(self.arch.__name__.rpartition(".")[2], ()))
         self.__dict__[GONE] = tuple(gone)

@@ -14,7 +14,36 @@ import zoo
 from outcore_vision.text_model import GONE, WHOLE, text_classes
 from vision_configs import config_of
 
-__all__ = ["config_of", "save_checkpoint"]
+__all__ = ["NO_TEXT", "config_of", "folders", "save_checkpoint"]
+
+
+def _all(names: str, why: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), why)
+
+
+NO_TEXT = {
+    **_all(
+        "bonsai ernie_image flux2 flux3 ideogram4 llada_image mage_flow ming_image minimax_h3 moss_image qwen_image"
+        " z_image",
+        "makes images or films",
+    ),
+    **_all(
+        "dinov2 moge3 pp_doclayout_v3 rfdetr rt_detr_v2 sam3 sam3_1 sam3d_body sam3d_objects sapiens2 siglip"
+        " video_depth_anything yolo11",
+        "sees, and writes no text",
+    ),
+    **_all(
+        "bert colidefics3 colqwen2_5 embedding_gemma2 gemma3_embedding lfm2_colbert lfm2_embedding lfm2_encoder"
+        " llama_bidirec llama_nemotron_vl_embedding ministral3_embedding modernbert qwen3_embedding"
+        " qwen3_vl_embedding xlm_roberta",
+        "gives vectors",
+    ),
+    **_all("clef d1_omni gliner2_5 laya openai_privacy_filter", "gives labels or decisions"),
+    **_all("florence2 nemotron_parse", "a decoder that needs an encoded image"),
+    "diffusion_gemma": "writes by denoising a canvas",
+    "nemotron_voicechat": "from speech to speech",
+}
+"""Folders of which no text is asked, and why."""
 
 
 def save_checkpoint(
