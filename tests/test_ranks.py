@@ -74,8 +74,8 @@ def test_what_a_rank_holds_is_its_own(two: RankProcesses, llama: Path) -> None:
 def test_chunks_of_a_prompt_follow_each_other_over_ranks(two: RankProcesses, llama: Path) -> None:
     """So that each computes while the other does: on both the same, unless another length was asked for."""
     (step, ttft_s), (other, _) = two.run(rank_work.cut_into, llama, {})
-    (asked, one_s), (same, _) = two.run(rank_work.cut_into, llama, {"prefill_step_size": 256})
-    assert step == other in (32, 64) and asked == same == 256
+    (asked, one_s), (same, _) = two.run(rank_work.cut_into, llama, {"prefill_step_size": 512})
+    assert step == other in (32, 64, 128) and asked == same == 512
     assert ttft_s < 0.7 * one_s
 
 

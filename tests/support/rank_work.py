@@ -46,6 +46,7 @@ from outcore_tools.demo import demo_model
 from stand_ins import TokensOnly
 
 PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
+BY_TIME = outcore_cluster.sharing.share_layers
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any
     if in_turn:
         outcore_cluster.sharing.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     else:
-        outcore_cluster.sharing.share_layers = outcore_cluster.sharing.share_layers  # type: ignore[attr-defined, unused-ignore]
+        outcore_cluster.sharing.share_layers = BY_TIME  # type: ignore[attr-defined, unused-ignore]
     own: dict[str, Any] = {} if link is None or link.size == 1 else {"ranks": RankGroup(link)}
     given: dict[str, Any] = (
         {"memory": "8GB", "context": 160, "prompt": 64, "govern": False, "draft": "none"} | options | own
@@ -123,7 +124,7 @@ def on_known_machine(link: Link, folder: Path, **options: Any) -> Any:
 
 
 def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, float]:
-    """Tokens of a chunk that a prompt of 200 was computed in, and seconds to the first token that were foreseen."""
+    """Tokens of a chunk that a prompt of 500 was computed in, and seconds to the first token that were foreseen."""
     used: list[int] = []
     prompting = ModelRunner.prompting
 
@@ -131,13 +132,13 @@ def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, fl
         used.append(step)
         return prompting(self, ids, step, *more)
 
-    own = {"context": 220, "prompt": 200, "in_turn": False}
+    own = {"context": 600, "prompt": 500, "in_turn": False}
     model = on_known_machine(link, folder, **(own | options))
     with model.outcore as session:
         assert session.transport.forecast is not None
         ModelRunner.prompting = noted  # type: ignore[method-assign, assignment]
         try:
-            ids = [n % 90 for n in range(200)]
+            ids = [n % 90 for n in range(500)]
             list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=1))
         finally:
             ModelRunner.prompting = prompting  # type: ignore[method-assign]
@@ -158,7 +159,7 @@ class Joined:
 
 def command(link: Link, words: Sequence[str]) -> tuple[int, str, str]:
     """How ``outcore`` ends as one of the ranks, and what it prints on standard output and error."""
-    outcore_cluster.sharing.share_layers = outcore_cluster.sharing.share_layers  # type: ignore[attr-defined, unused-ignore]
+    outcore_cluster.sharing.share_layers = BY_TIME  # type: ignore[attr-defined, unused-ignore]
     out, err = io.StringIO(), io.StringIO()
     own = {"MLX_RANK": str(link.rank), "OUTCORE_MONITOR": "off", "OUTCORE_CONFIG": os.devnull}
     with (
