@@ -82,7 +82,12 @@ def adapt(model: nn.Module) -> None:
 
 
 def _counterpart(module: nn.Module) -> Any:
-    """Returns mlx-lm's class of modules like this one; None: there is none, or it is that already."""
+    """Returns mlx-lm's class of modules like this one; None: there is none, or it is that already.
+
+    A switch with numbers of its own for each expert has none: an expert's place in memory would choose them.
+    """
+    if not isinstance(module, STACKED) and any(isinstance(value, mx.array) for value in module.values()):
+        return None
     for name in ("SwitchGLU", "SwitchMLP", "SwitchLinear", "QuantizedSwitchLinear"):
         if isinstance(module, getattr(mlx_vlm_switches, name)):
             ours = getattr(mlx_lm_switches, name)
