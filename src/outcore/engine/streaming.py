@@ -56,11 +56,13 @@ class Streaming:
         self._within = False  # inside a transaction
         self._several = False  # inside run_passes
         self._executor = LayerExecutor(metrics, self.after_unit, evaluates=evaluates, transport=transport)
-        self.drain = self._executor.drain
         transport.attach(self._executor, lambda: None if self.experts is None else self.experts.settle())
         self.bind(bound)
 
     # Between passes
+
+    def drain(self) -> None:
+        self._executor.drain()
 
     def bind(self, bound: Binding) -> None:
         """Streams the model through this ring. A previous ring must have been released."""
