@@ -149,6 +149,28 @@ def test_training_learns_and_goes_on_after_a_kill(
 
 
 @pytest.mark.usefixtures("clock")
+def test_worse_weights_never_replace_the_best_of_a_killed_run(
+    parts: tuple[mx.array, mx.array], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "DEPTH", 2)
+    shards = counting(20, tmp_path / "states", files=2)
+    first, again = (trainer(parts, shards, tmp_path / "work", seconds=1e9, every=0.1, rate=0.0) for _ in range(2))
+    save = first._save
+
+    def dies(name: str) -> None:
+        if name == "last":
+            raise Killed
+        save(name)
+
+    monkeypatch.setattr(first, "_save", dies)
+    monkeypatch.setattr(first, "tokens_a_pass", lambda: 3.0)
+    monkeypatch.setattr(again, "tokens_a_pass", lambda: 2.0)
+    with pytest.raises(Killed):
+        first.run()
+    assert again.run().best == 3.0
+
+
+@pytest.mark.usefixtures("clock")
 def test_training_ends_when_held_out_texts_gain_nothing(
     parts: tuple[mx.array, mx.array], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,8 +470,11 @@ def test_quantized_layers_multiply_by_numpy_while_texts_are_collected() -> None:
     layer, own = nn.QuantizedLinear.from_linear(nn.Linear(64, 32), 32, 4), mx.quantized_matmul
     x = mx.random.normal((3, 64))
     plain = layer(x)
+    heads, stacked = mx.random.normal((2, 3, 64)), mx.quantize(mx.random.normal((2, 32, 64)), 32, 4)
+    for_each = mx.quantized_matmul(heads, *stacked, group_size=32, bits=4)
     with products.fast_quantized(evaluated=True):
         assert mx.quantized_matmul is not own
         assert mx.allclose(layer(x), plain, rtol=1e-3, atol=1e-3).item()
+        assert mx.array_equal(mx.quantized_matmul(heads, *stacked, group_size=32, bits=4), for_each).item()
     with products.fast_quantized(evaluated=False):  # streamed weights have not been read yet
         assert mx.quantized_matmul is own

@@ -133,7 +133,10 @@ class Drafters(DraftSource):
 
 def _unfinished(asked: str) -> bool:
     """Whether ``draft train`` has begun a drafter in this folder, and was stopped."""
-    return Path(asked, WORK, SETTINGS).is_file() and not Path(asked, "config.json").exists()
+    try:
+        return Path(asked, WORK, SETTINGS).is_file() and not Path(asked, "config.json").exists()
+    except OSError:  # the name is too long, or the folder may not be read
+        return False
 
 
 def opened(folder: Path, profile: ModelProfile, opening: Opening, *, planned: bool = False) -> BlockDrafter:

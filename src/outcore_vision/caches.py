@@ -69,16 +69,16 @@ def _counted(kind: Any) -> type:
 def within(given: Sequence[Any] | None) -> Iterator[None]:
     """Gives recurrent caches and lists both libraries' classes while the model runs."""
     swapped, left = list[Any](), list(given or ())
-    while left:
-        each = left.pop()
-        if (to := _WITHIN.get(type(each))) is not None:
-            each.__class__ = to
-            swapped.append(each)
-            left += getattr(each, "caches", ())
-        elif each is not None:
-            as_mlx_lm(each)  # one that the model's own code has made, as when it splits a batch
     try:
+        while left:
+            each = left.pop()
+            if (to := _WITHIN.get(type(each))) is not None:
+                swapped.append(each)
+                each.__class__ = to
+                left += getattr(each, "caches", ())
+            elif each is not None:
+                as_mlx_lm(each)  # one that the model's own code has made, as when it splits a batch
         yield
     finally:
         for each in swapped:
-            each.__class__ = _BETWEEN[type(each)]
+            each.__class__ = _BETWEEN.get(type(each), type(each))

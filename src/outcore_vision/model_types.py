@@ -36,7 +36,7 @@ def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type] | None:
         from .text_model import text_classes
 
         return text_classes(folder)
-    except ImportError as e:
+    except (AttributeError, ImportError) as e:  # another version, or not all of it
         raise UnsupportedModelError(f"model type {kind} {NEEDS} (what is installed fails: {e})") from e
 
 
@@ -44,4 +44,5 @@ def _models() -> Path | None:
     """Returns the folder of mlx-vlm's models without importing it; None: it is not installed."""
     spec = importlib.util.find_spec("mlx_vlm")
     where = None if spec is None else spec.submodule_search_locations
-    return Path(next(iter(where))) / "models" if where else None
+    models = Path(next(iter(where))) / "models" if where else None
+    return models if models is not None and models.is_dir() else None

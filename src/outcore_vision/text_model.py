@@ -155,7 +155,7 @@ def text_classes(folder: str) -> tuple[type[TextModel], type[Arguments]]:
 
 def _without_hints() -> None:
     """Gives ``NoHints`` to the modules of mlx-vlm's models that hint, of those that are imported by now."""
-    models = [m for name, m in sys.modules.items() if name.startswith("mlx_vlm.models.")]
+    models = [m for name, m in list(sys.modules.items()) if name.startswith("mlx_vlm.models.")]
     for module in models:
         if getattr(module, "mx", None) is mx and "async_eval" in inspect.getsource(module):
             vars(module)["mx"] = NoHints(mx)

@@ -29,8 +29,10 @@ def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     """
     from mlx_lm import utils
 
-    if (name := config.get(MODEL_TYPES)) is not None and name in modules("model_types"):
-        return cast(tuple[type[nn.Module], type], modules("model_types")[name].classes_of(config))
+    named = config.get(MODEL_TYPES)
+    for name, package in modules("model_types").items() if named is not None else ():
+        if name == named and (found := package.classes_of(config)) is not None:
+            return cast(tuple[type[nn.Module], type], found)
     try:
         return cast(tuple[type[nn.Module], type], utils._get_classes(config))
     except ValueError:

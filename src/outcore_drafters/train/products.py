@@ -97,7 +97,9 @@ def fast_quantized(*, evaluated: bool) -> Iterator[None]:
         return
     own = mx.quantized_matmul
 
-    def multiplied(x: mx.array, w: mx.array, **how: Any) -> mx.array:
+    def multiplied(x: mx.array, w: mx.array, *more: Any, **how: Any) -> mx.array:
+        if more or w.ndim != 2:  # a matrix for each head, as in latent attention
+            return own(x, w, *more, **how)
         transposed = how.pop("transpose", True)
         weight = mx.dequantize(w, **how)
         if on_cpu():
@@ -105,7 +107,7 @@ def fast_quantized(*, evaluated: bool) -> Iterator[None]:
             return matmul(x32, weight.T if transposed else weight).astype(x.dtype)
         return (x @ (weight.T if transposed else weight)).astype(x.dtype)
 
-    mx.quantized_matmul = multiplied  # type: ignore[assignment]
+    mx.quantized_matmul = multiplied
     try:
         yield
     finally:

@@ -199,28 +199,34 @@ class Trainer:
         wrote("training", partial_file.stat().st_size)
         partial_file.replace(self._folder / f"{name}.safetensors")
 
-    def _load(self, name: str) -> dict[str, str] | None:
+    def _kept(self, name: str) -> tuple[dict[str, mx.array], Progress] | None:
+        """Returns what ``_save`` wrote, lazy; None: nothing, or it is not whole."""
         file = self._folder / f"{name}.safetensors"
         if not file.exists():
             return None
         try:
             loaded: Any = mx.load(str(file), return_metadata=True)
-        except RuntimeError:
-            return None  # not whole: something else has written there
-        arrays, meta = loaded
+            arrays, meta = loaded
+            return arrays, Progress(**json.loads(meta["progress"]))
+        except (RuntimeError, KeyError, TypeError, ValueError):
+            return None  # something else has written there
+
+    def _load(self, name: str) -> Progress | None:
+        if (kept := self._kept(name)) is None:
+            return None
+        arrays, progress = kept
         net = {key.removeprefix("net."): a for key, a in arrays.items() if key.startswith("net.")}
         self.net.load_weights(list(net.items()))
-        kept = [(key.removeprefix("optimizer."), a) for key, a in arrays.items() if key.startswith("optimizer.")]
-        if kept:
-            self._optimizer.state = tree_unflatten(kept)
+        state = [(key.removeprefix("optimizer."), a) for key, a in arrays.items() if key.startswith("optimizer.")]
+        if state:
+            self._optimizer.state = tree_unflatten(state)
         mx.eval(self.net.parameters(), self._optimizer.state)
-        found: dict[str, str] = meta
-        return found
+        return progress
 
     def _resume(self) -> None:
-        meta = self._load("last")
-        if meta is not None:
-            self.progress = Progress(**json.loads(meta["progress"]))
+        self.progress = self._load("last") or self.progress
+        if (best := self._kept("best")) is not None:  # a kill may have come before its "last" was saved
+            self.progress.best = max(self.progress.best, best[1].best)
 
 
 def _columns(batch: dict[str, mx.array], vocabulary: int, seed: int) -> dict[str, mx.array]:

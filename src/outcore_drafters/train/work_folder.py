@@ -56,7 +56,7 @@ class WorkFolder:
             found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             seconds = float(found.get("seconds", 0.0))
             return {**found, "count": int(found["count"]), "texts": int(found["texts"]), "seconds": seconds}
-        except (ValueError, TypeError, KeyError):
+        except (ArithmeticError, AttributeError, ValueError, TypeError, KeyError):
             raise UsageError(f"{printable(str(file))}: not written by this version; remove the folder") from None
 
     def begin(self, settings: dict[str, Any]) -> None:
