@@ -387,6 +387,7 @@ def test_a_program_runs_patched_without_a_changed_line(
         (["--slots", "1", "-m", "mlx_lm.chat"], 2, "--slots"),
         (["--nonsense", "1", "-m", "mlx_lm.chat"], 2, "--nonsense"),
         (["-m", "mlx_lm.server", "--model", "x"], 2, "outcore serve"),
+        (["bin/mlx_lm", "server", "--model", "x"], 2, "outcore serve"),
         (["-m", "mlx_lm", "server"], 2, "outcore serve"),
         (["--memory", "1kB", "-m", "mlx_lm.generate", "--model", "MODEL", "--prompt", "x"], 1, "too small"),
     ],

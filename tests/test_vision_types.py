@@ -24,7 +24,7 @@ def checkpoint(folder: Path, **config: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["klear", "llava-qwen2"])
+@pytest.mark.parametrize("kind", ["klear", "llava-qwen2", "nemotron_h_puzzle"])
 def test_without_mlx_vlm_the_error_names_the_extra(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_types, "_models", lambda: None)
     with pytest.raises(UnsupportedModelError, match=rf"{kind} needs mlx-vlm: pip install 'outcore\[vision\]'"):

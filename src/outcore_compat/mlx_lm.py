@@ -122,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = vars(p.parse_args(own))
     if not program or program == ["-m"]:
         p.error("name a program: -m MODULE, or a script")
-    if "mlx_lm.server" in program[:2] or program[:3] == ["-m", "mlx_lm", "server"]:
+    named, *rest = program[1:] if program[0] == "-m" else program
+    if ".".join([Path(named).name, *rest[: named.endswith("mlx_lm")]]) == "mlx_lm.server":
         p.error("mlx_lm.server: outcore serve takes its flags, and requests share passes there; use that")
     try:
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -27,7 +27,7 @@ def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type] | None:
     kind = str(config.get("model_type", "")).lower()
     folder, models = RENAMED.get(kind, kind), _models()
     if models is None:
-        if folder in FOLDERS:
+        if folder in FOLDERS or kind in RENAMED:
             raise UnsupportedModelError(f"model type {kind} {NEEDS}")
         return None
     if not folder.isidentifier() or not (models / folder / "__init__.py").exists():
