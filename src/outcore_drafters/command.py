@@ -110,7 +110,7 @@ def _save(args: argparse.Namespace, job: Job, progress: Progress, folder: Path, 
         "size in 4 bits": format_size(round(shape.parameters * BITS / 8)),
         "tokens a pass, on held-out texts": progress.best,
         "texts": f"{job.shards.count * job.texts} of {PROMPT} + {args.max_tokens} tokens",
-        "drawn from, also those held out": format_size(sum(file.stat().st_size for file in job.files)),
+        "drawn from, also those held out": format_size(job.input_bytes),
         "steps": progress.steps,
         "written while training": format_size(job.written),
     }
@@ -130,9 +130,10 @@ class Job:
     """
 
     def __init__(self, args: argparse.Namespace, folder: Path, work: WorkFolder, files: list[Path]) -> None:
-        self._args, self._folder, self._work, self.files = args, folder, work, files
+        self._args, self._folder, self._work, self._files = args, folder, work, files
         self._seed = 0 if args.seed is None else args.seed
         self._share = SHARE if args.share is None else args.share
+        self.input_bytes = sum(file.stat().st_size for file in files)  # once trained, the texts may be gone
         self.written = 0
         self._collected_s = 0.0  # spent on the files of states that are there
 
@@ -141,7 +142,7 @@ class Job:
         self._tokenizer: Any = load_tokenizer(self._folder)
         self._tokenizer = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
         texts.pieces(
-            self._tokenizer, self.files, 1, PROMPT, [self._seed], held_out=False
+            self._tokenizer, self._files, 1, PROMPT, [self._seed], held_out=False
         )  # or there is too little text
         model = self._load()
         try:
@@ -242,7 +243,7 @@ class Job:
         self._used = {
             "model": str(self._folder), "share": self._share, "tokens": args.max_tokens, "temp": args.temp or 0.0,
             "seed": self._seed, "texts": self.texts, "disk": args.disk,
-            "input": hashlib.sha256("\n".join(f"{f}:{f.stat().st_size}" for f in self.files).encode()).hexdigest(),
+            "input": hashlib.sha256("\n".join(f"{f}:{f.stat().st_size}" for f in self._files).encode()).hexdigest(),
         }  # fmt: skip
         if known is not None:
             self._collected_s = known["seconds"]
@@ -289,7 +290,7 @@ class Job:
             bar.count(f"hidden states, {n * self.texts} texts", min(round(passed), most_s), most_s)
             mx.random.seed(self._seed * 1_000_003 + n)
             prompts = texts.pieces(
-                self._tokenizer, self.files, self.texts, PROMPT, [self._seed, n], held_out=is_held_out(n)
+                self._tokenizer, self._files, self.texts, PROMPT, [self._seed, n], held_out=is_held_out(n)
             )
             with fast_quantized(evaluated=resident):
                 made = collect.continue_texts(model, layers, self.shape.tapped, prompts, args.max_tokens, draw)
