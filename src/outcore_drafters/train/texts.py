@@ -80,12 +80,14 @@ def pieces(
 def _places(draw: np.random.Generator, size: int, count: int, piece: int, held_out: bool) -> np.ndarray[Any, Any]:
     """Returns random places (count,) in ``size`` bytes from which ``piece`` bytes lie in blocks that are held out, or
     in others."""
-    cycles = size // (HELD_OUT * BLOCK)
+    cycles, rest = divmod(size, HELD_OUT * BLOCK)
     if not cycles or piece >= BLOCK:
         return draw.integers(0, size, count)
     first, length = ((HELD_OUT - 1) * BLOCK, BLOCK) if held_out else (0, (HELD_OUT - 1) * BLOCK)
-    cycle = draw.integers(0, cycles, count) * HELD_OUT * BLOCK
-    return cycle + first + draw.integers(0, length - piece, count)
+    each = length - piece
+    last = max(0, min(rest - first, length) - piece)  # places in the cycle that the text ends in
+    cycle, at = np.divmod(draw.integers(0, cycles * each + last, count), each)
+    return cycle * HELD_OUT * BLOCK + first + at
 
 
 def _text_at(file: Path, at: int, tokens: int) -> str:
