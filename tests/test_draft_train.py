@@ -395,7 +395,9 @@ def test_the_smallest_drafter_is_made_where_the_usual_share_is_less(
 
 def test_nothing_to_train_on_lies_where_text_is_held_out() -> None:
     block, cycle, piece = texts.BLOCK, texts.HELD_OUT * texts.BLOCK, 1500
-    trained, held = (texts._places(np.random.default_rng(1), 5 * cycle + 9 * block, 9999, piece, out) for out in (False, True))
+    trained, held = (
+        texts._places(np.random.default_rng(1), 5 * cycle + 9 * block, 9999, piece, out) for out in (False, True)
+    )
     for places, out in ((trained, False), (held, True)):
         for ends in (places, places + piece - 1):
             assert (((ends % cycle) >= cycle - block) == out).all()
