@@ -43,6 +43,9 @@ POSITIONED = (".minicpmo",)
 # how the names of weights that it does not need begin.
 WHOLE, GONE = "outcore_whole", "outcore_gone"
 
+# Attribute: what is left of that model once weights are sanitized, and the configuration, for images.
+TOWER = "outcore_tower"
+
 
 class TextModel(nn.Module):
     """Base class before mlx-vlm's ``Model``, whose ``language_model`` does the work. ``arch``: mlx-vlm's module."""
@@ -70,19 +73,15 @@ class TextModel(nn.Module):
             # mlx-vlm keeps the positions of the last prompt, which may have been another text's.
             (sequences, tokens), told = inputs.shape, self.arch.__name__.endswith(POSITIONED)
             language._position_ids = mx.broadcast_to(mx.arange(tokens), (3, sequences, tokens)) if told else None
-            language._rope_deltas = mx.zeros((sequences, 1), mx.int32)
+            language._rope_deltas = kwargs.pop("rope_deltas", mx.zeros((sequences, 1), mx.int32))
         run = super().__call__ if language is self else language
         with within(cache):
             return run(inputs, cache=cache, **kwargs).logits
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Changes weights as mlx-vlm's loader does, and leaves out those of parts that are gone."""
-        whole, config = self.__dict__.pop(WHOLE)
-        weights = whole.sanitize(weights) if hasattr(whole, "sanitize") else weights
-        for name, part in CHANGE.items():
-            made = getattr(self.arch, name, None)
-            if made is not None and hasattr(made, "sanitize") and hasattr(config, part):
-                weights = made(getattr(config, part)).sanitize(weights)
+        whole, config = self.__dict__[TOWER] = self.__dict__.pop(WHOLE)
+        weights = sanitized(self.arch, whole, config, weights)
         return {k: w for k, w in weights.items() if not k.startswith(self.__dict__[GONE])}
 
     def load_weights(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -98,6 +97,16 @@ class TextModel(nn.Module):
         else:
             made = [KVCache() for _ in self.layers]
         return [as_mlx_lm(each) for each in made]
+
+
+def sanitized(arch: ModuleType, whole: Any, config: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Returns a whole model's weights as mlx-vlm's loader changes them."""
+    weights = whole.sanitize(weights) if hasattr(whole, "sanitize") else weights
+    for name, part in CHANGE.items():
+        made = getattr(arch, name, None)
+        if made is not None and hasattr(made, "sanitize") and hasattr(config, part):
+            weights = made(getattr(config, part)).sanitize(weights)
+    return weights
 
 
 class Arguments:

@@ -26,9 +26,13 @@ from ..engine.session import Session
 from ..engine.transport import pass_runner
 from ..machine.allocator import clear_cache, note_held
 from ..modules.side_by_side import own_memory
+from .media import Media, plain
 from .one_text import to_token
 from .passes import Pass, chunks, run_passes
 from .request import Request, Token, grow_by, own_cache
+
+# Argument of models whose positions images shift: by how much, (sequences, 1).
+SHIFTS = "rope_deltas"
 
 
 @dataclass
@@ -69,11 +73,13 @@ class BatchDecoder:
                     request.cached.recording.save(cache, None, request.cached.tokens)
                 grow_by(cache, session.size.step)
                 joined.append(cache)
-                prompt = mx.array(list(request.tokens[request.cached.tokens :]), dtype=mx.int32)
+                media, held = request.media, request.cached.tokens
+                prompt = mx.array(list(request.tokens[held:]), dtype=mx.int32)
                 for part in chunks(len(prompt), chunk)[:-1]:
-                    runs.append(functools.partial(self._prompt, prompt[part], cache))
+                    at = len(request.earlier) + held + part.start
+                    runs.append(functools.partial(self._prompt, prompt[part], cache, media, at))
                 *before, last = request.tokens
-                seen = TokenBuffer([*request.earlier, *before]) if request.processors else None
+                seen = TokenBuffer(plain(media, [*request.earlier, *before])) if request.processors else None
                 self._rows.append(_Row(request, last, seen))
             runs.append(functools.partial(self._decode, joined))
             if streaming is None:
@@ -91,8 +97,9 @@ class BatchDecoder:
                 clear_cache()
         return tokens
 
-    def _prompt(self, ids: mx.array, cache: list[Any]) -> mx.array:
-        logits: mx.array = self._model(ids[None], cache=cache)
+    def _prompt(self, ids: mx.array, cache: list[Any], media: Media | None, at: int) -> mx.array:
+        ids, extra = (ids, {}) if media is None else media.arguments(at, ids)
+        logits: mx.array = self._model(ids[None], cache=cache, **extra)
         if pass_runner(self._session.streaming, self._transport) is None:
             mx.eval([c.state for c in cache])
         return logits
@@ -114,7 +121,9 @@ class BatchDecoder:
                 for c in self._caches:
                     mx.eval(c.state)
         last = mx.array([row.last for row in self._rows], dtype=mx.int32)
-        return self._model(last[:, None], cache=self._caches)
+        shifts = [0 if row.request.media is None else row.request.media.shift for row in self._rows]
+        extra = {SHIFTS: mx.array(shifts)[:, None]} if any(shifts) else {}
+        return self._model(last[:, None], cache=self._caches, **extra)
 
     def _choose(self, logits: mx.array) -> list[Token]:
         """Chooses each row's next token from logits of shape (rows, vocabulary). A failed row gets no token, but an

@@ -25,6 +25,7 @@ from ..machine.exclusive import pass_on, served
 from ..modules.cache_check import check_cache
 from ..modules.cache_rollback import snapshot_bytes
 from ..modules.hooks import caches_in
+from .media import TEXT_ONLY, plain, read_images
 from .passes import MLX_LM_STEP, KvBits, generating
 from .prefix_cache import block_step, look_up, room_to_record
 from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds, note_length
@@ -39,7 +40,7 @@ Tokens = Generator[Token, None, None]
 ENDLESS = 2**62
 
 _KNOWN = {*signature(generate_step_resident).parameters, *signature(generate_resident).parameters} | {
-    "num_draft_tokens", "history", "leave_last", "shared_prefix",
+    "num_draft_tokens", "history", "leave_last", "shared_prefix", "images",
 }  # fmt: skip
 
 
@@ -61,6 +62,9 @@ def stream_generate(
         draft_model: a model in memory with the same tokenizer, which replaces the loaded drafter.
         num_draft_tokens: the most tokens drafted per forward pass; None: as many as pay.
         history: the tokens in ``prompt_cache``, which drafts may repeat.
+        images: paths, bytes or PIL images, for the prompt's placeholders in order; a prompt without placeholders begins
+            with them. A prompt of token ids may have images that ``model.outcore.media.read`` returned; then those of
+            ``history`` come first.
         leave_last: do not compute the answer's last token into ``prompt_cache``, which saves a pass.
         shared_prefix: how many of the first prompt tokens other prompts begin with too (as with a system prompt); the
             prefix cache then stores the states after them.
@@ -109,6 +113,8 @@ def _resident(
 ) -> Iterator[GenerationResponse]:
     tokenizer, ids, max_tokens = _checked(tokenizer, prompt, max_tokens)
     check_prompt(ids.size if kwargs.get("input_embeddings") is None else 1, max_tokens, None)
+    if kwargs.pop("images", None):
+        raise UsageError(f"images: {TEXT_ONLY}")
     for name in ("history", "leave_last", "shared_prefix"):
         kwargs.pop(name, None)
     yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
@@ -117,12 +123,15 @@ def _resident(
 def _stream(
     model: nn.Module, session: Session, tokenizer: Any, prompt: Any, max_tokens: int, kwargs: dict[str, Any]
 ) -> Generator[GenerationResponse, None, None]:
-    session.in_cache = 0
+    session.in_cache, media = 0, None
+    if images := kwargs.get("images"):
+        prompt, media = read_images(session, prompt, images, kwargs.get("history", ()))
     tokenizer, ids, max_tokens = _checked(tokenizer, prompt, max_tokens)
     session.bind_again()
     check_cache(session.forms, kwargs.get("prompt_cache"))
-    check_ids(ids, session, "the prompt")
+    check_ids(mx.array(plain(media, cast(list[int], ids.tolist()))) if media else ids, session, "the prompt")
     request, step = _request(model, session, ids, max_tokens, kwargs)
+    request = replace(request, media=media)
     drafted = kwargs.get("num_draft_tokens")
     drafted = None if drafted is None else check_draft_length(drafted)
     detokenizer = tokenizer.detokenizer

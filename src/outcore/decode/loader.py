@@ -27,6 +27,7 @@ from ..machine.allocator import clear_cache
 from ..machine.device import on_cpu
 from ..options import LoadOptions, chosen
 from ..plan.joint_plan import AUTO, NGRAM, NONE
+from .media import media_reader
 from .prefix_cache import prefix_cache
 from .preparation import Preparation, prepare
 from .speculative.drafting import Drafting
@@ -181,6 +182,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             prefill_step_size=o.prefill_step_size,
             notes=(*prepared.notes, *notes),
             prefix=prefix,
+            media=media_reader(profile.lazy.checkpoint.folder, profile.lazy.config, o.ranks),
         )
         try:
             session.residency.layers.adapts = o.draft == AUTO and o.ranks is None and o.most_sequences <= 1

@@ -35,6 +35,8 @@ class ModelRunner:
         in_blocks: drafted tokens may be computed in one pass, which is faster where compute is the limit, but whose
             kernels may round differently; otherwise each in a separate pass, with the bits of plain decoding.
         in_cache: tokens of the prompt that the caches hold already.
+        arguments: returns the ids and further arguments of the pass over some ids that begins at a token of the prompt
+            (``Media.arguments``); None: there are none.
 
     Attributes:
         prompt_s: seconds that the prompt took; 0 before it.
@@ -55,10 +57,11 @@ class ModelRunner:
         hidden: HiddenKeeper | None = None,
         in_blocks: bool = False,
         in_cache: int = 0,
+        arguments: Callable[[int, mx.array], tuple[mx.array, dict[str, Any]]] | None = None,
     ) -> None:
         self._model, self._session, self._kv = model, session, kv
         self.cache, self.owned, self.hidden = cache, owned, hidden
-        self._may_block = in_blocks
+        self._may_block, self._arguments = in_blocks, arguments
         self.in_cache, self.prompt_s, self.snapshots = in_cache, 0.0, 0
         self.pending: list[int] = []
         self._undo: Undo | None = None  # where the model is all in memory
@@ -268,7 +271,9 @@ class ModelRunner:
         quantizes: bool = True,
         built: Callable[[], object] | None = None,
     ) -> mx.array:
-        extra = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+        extra: dict[str, Any] = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+        if self._arguments is not None:
+            ids, extra = self._arguments(at, ids)
         # Embeddings have no known tokens, so no drafter could use their hidden states.
         hidden = self.hidden if embeddings is None else None
         try:

@@ -27,6 +27,7 @@ from ..machine.allocator import clear_cache
 from ..machine.device import on_cpu
 from ..machine.exclusive import NotHandedOut
 from ..modules.hooks import caches_in
+from .media import plain
 from .model_runner import ModelRunner
 from .passes import Pass
 from .prompt import cached_tokens
@@ -93,7 +94,8 @@ class OneText:
         own = request.alone or Alone()
         self.session, self.request, self._own = session, request, own
         self.drafts = TextDrafts(session, request, ends, most)
-        cache, found = own_cache(model, request), request.cached.tokens
+        cache, found, media = own_cache(model, request), request.cached.tokens, request.media
+        before = max(len(request.earlier), cached_tokens(cache) - found)
         self.runner = ModelRunner(
             model,
             session,
@@ -106,16 +108,16 @@ class OneText:
             # each does in a separate pass.
             in_blocks=not (on_cpu() or any(isinstance(c, RotatingKVCache) and c.keep for c in caches_in(cache))),
             in_cache=found,
+            arguments=None if media is None else lambda at, ids: media.arguments(before + at, ids),
         )
         self.sampler = Sampler(
             request.sampler or greedy_sampler,
             request.processors,
-            [*request.earlier, *request.tokens],
+            plain(media, [*request.earlier, *request.tokens]),
             transport=session.transport,
             forgives=request.alone is None,
         )
         self.total = len(request.tokens) if own.embeddings is None else len(own.embeddings)
-        before = max(len(request.earlier), cached_tokens(cache) - found)
         self._more = before + self.total - len(self.sampler.text)  # tokens in the caches whose ids are not known
         self.prompt: list[Pass] = []
         self.now: Computed | None = None

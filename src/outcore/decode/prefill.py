@@ -46,7 +46,9 @@ class Prefill:
         if self._runner is None:
             cache = own_cache(self._model, request)
             grow_by(cache, self._session.size.step)
-            self._runner = ModelRunner(self._model, self._session, cache, in_cache=held)
+            media, before = request.media, len(request.earlier)
+            arguments = None if media is None else lambda at, ids: media.arguments(before + at, ids)
+            self._runner = ModelRunner(self._model, self._session, cache, in_cache=held, arguments=arguments)
         passed = functools.partial(replace(request.cached, tokens=held).passed, self._runner.cache)
         ids = mx.array(list(request.tokens[held : held + count * step + 1]), dtype=mx.int32)
         # ``prompting`` makes a pass of its own for the last token; drop it, as a later pass computes that token.

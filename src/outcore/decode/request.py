@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..modules.hooks import caches_in
+from .media import Media
 from .passes import KvBits
 from .sampling import Draw, Processor
 
@@ -92,6 +93,7 @@ class Request:
             log-probabilities.
         scores: return with each token all log-probabilities that it was drawn from, of shape (vocabulary,).
         alone: options of a text that runs alone and writes into its own ``cache``; None: it may share passes.
+        media: images of the text, its part before the prompt included; None: it has none.
     """
 
     uid: int
@@ -109,6 +111,7 @@ class Request:
     logprobs: int | None = None
     scores: bool = False
     alone: Alone | None = None
+    media: Media | None = None
 
 
 @dataclass(frozen=True)

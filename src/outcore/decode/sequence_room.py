@@ -68,6 +68,10 @@ class SequenceRoom:
         """
         self._agreed_step = self._transport.fit(self._fit_here, lengths, joining, begun)
 
+    def hold(self, nbytes: int) -> None:
+        """Counts ``nbytes`` more bytes, or fewer if negative, in all sizes from now on."""
+        self._base = replace(self._base, kept=max(0, self._base.kept + nbytes))
+
     def may_share(self, needs: Sequence[int], prompts: Sequence[int], joining: int) -> bool:
         """Whether sequences may run together, before room is made. ``needs``: the most tokens of each; ``prompts``:
         prompt tokens of those that join; ``joining``: how many of these join before the last one."""

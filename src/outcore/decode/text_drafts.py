@@ -17,6 +17,7 @@ from outcore.plan.candidate import replanned_bytes
 from ..engine.session import Session
 from ..errors import BudgetError
 from ..plan.joint_plan import MOST, drafted_tokens
+from .media import plain
 from .model_runner import ModelRunner
 from .passes import HiddenKeeper
 from .request import Alone, Request
@@ -50,12 +51,15 @@ class TextDrafts:
     """
 
     def __init__(self, session: Session, request: Request, ends: Collection[int], most: int | None) -> None:
-        own = request.alone or Alone()
-        self._session, self._request, self._history, self._ends = session, request, own.history, ends
+        own, media = request.alone or Alone(), request.media
+        self._session, self._request, self._history = session, request, plain(media, own.history)
+        self._ends = ends if media is None else {*ends, media.placeholder}
         drafting, self.most = drafting_of(session, own.draft_model, most)
         self._adapts = session.residency.layers.adapts and session.plan.streams and own.draft_model is None
         if self._adapts and most != 0 and not self.most:
             drafting, self.most = cast(Drafting, session.drafting or Drafting()), most or MOST  # these may get memory
+        if drafting is not None and media is not None:
+            drafting = Drafting()  # drafters with weights do not see images
         self.drafting: Drafting | None = drafting if self.most else None
         self._repeats, self._counted = NGram(), len(request.earlier) + len(request.tokens)
         self.hidden: HiddenKeeper | None = None if self.drafting is None else self.drafting.hidden()

@@ -73,6 +73,7 @@ class Session(Engine):
         cpu_streams: MLX streams that linear layers are split over.
         prefill_step_size: tokens of a prompt to compute at a time; None: chosen by the plan.
         prefix: the prefix cache (``decode.prefix_cache``); None: there is none.
+        media: reads images (``decode.media``); None: the model reads text only.
 
     Attributes:
         acceptance: acceptance statistics (``decode.speculative.acceptance``); None: nothing was drafted yet.
@@ -103,11 +104,12 @@ class Session(Engine):
         prefill_step_size: int | None = None,
         notes: tuple[str, ...] = (),
         prefix: Any = None,
+        media: Any = None,
     ) -> None:
         embeddings = [m for m in modules(profile.lazy.model) if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
         self.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
         self.max_context = longest_context(profile.lazy.config)
-        self.prefix, self.cpu_streams = prefix, cpu_streams
+        self.prefix, self.media, self.cpu_streams = prefix, media, cpu_streams
         self.acceptance: Any = None
         self.found = self.in_cache = 0
         self.closing, self._notes = list[Callable[[], object]](), notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import re
@@ -48,7 +49,7 @@ def request_of(uid: int, prompt: Prompt, request: GenerationRequest) -> Request:
         sampler = sampler and own_sampler(1.0, seed=sampling.seed)
     return Request(
         uid, prompt.tokens, request.max_tokens or 1, sampler, tuple(processors),
-        stop=prompt.stop, logprobs=request.logprobs, shared=prompt.shared,
+        stop=prompt.stop, logprobs=request.logprobs, shared=prompt.shared, media=copy.copy(prompt.media),
     )  # fmt: skip
 
 

@@ -10,18 +10,19 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decode.media import TEXT_ONLY, Media, MediaReader
 from ..decode.prefix_cache import GRID
 from ..decode.prompt import check_known, encode_rendered, encode_text, render, same_tokens
 from ..decode.sampling import Processor
-from ..errors import RequestError
+from ..errors import PromptError, RequestError
 from ..modules.mlx_lm_tokenizer import has_template_code
 from ..packages import modules
-from ..text import shortened
+from ..text import one_line, shortened
 from .events import GenerationRequest
 from .parsing import NAME, TextParser, harmony_markers, is_harmony, markers_of
 from .prompted_tools import written_out
@@ -58,6 +59,7 @@ class Prompt:
         parser: makes the parser of a choice, given the choice's number.
         grammar: of the answer; None: free text.
         shared: number of first tokens that other conversations with the same system messages and tools share.
+        media: its images; None: it has none.
     """
 
     tokens: tuple[int, ...]
@@ -66,6 +68,7 @@ class Prompt:
     parser: Callable[[int], TextParser] = TextParser
     grammar: Grammar | None = None
     shared: int = 0
+    media: Media | None = None
 
 
 class Prompter:
@@ -73,10 +76,16 @@ class Prompter:
 
     Args:
         vocabulary: number of the model's embeddings; None: as many as the tokenizer has tokens.
+        reader: returns what reads the model's images; None: it reads text only.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, vocabulary: int | None = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        vocabulary: int | None = None,
+        reader: Callable[[], MediaReader | None] = lambda: None,
+    ) -> None:
+        self.tokenizer, self._reader = tokenizer, functools.cache(reader)
         self._template = TokenizerTemplate(tokenizer)
         made = (
             harmony_markers
@@ -101,7 +110,7 @@ class Prompter:
         if bias := request.sampling.logit_bias:
             check_known(list(bias), self._ids, "logit_bias")
         if most is not None:
-            check_characters(sum(len(m.get("content") or "") + CHARACTERS for m in request.messages or ()), most)
+            check_characters(sum(len(_text(m)) + CHARACTERS for m in request.messages or ()), most)
             check_characters(len(request.prompt or "") * (1 if isinstance(request.prompt, str) else CHARACTERS), most)
             check_characters(extent(request.tools, most * CHARACTERS), most, "tools")
         return self._chat(request, most) if request.messages is not None else self._text(request)
@@ -118,17 +127,31 @@ class Prompter:
 
     def _chat(self, request: GenerationRequest, most: int | None) -> Prompt:
         tools = _tools(request)
+        pictures = [p["image"] for m in request.messages or () for p in _parts(m) if p["type"] == "image"]
+        reader = self._reader() if pictures else None
+        if pictures and reader is None:
+            raise RequestError(f"messages: {TEXT_ONLY}", "unsupported_parameter", param="messages")
+        if reader is not None and "image" not in self._template.text:  # it takes texts alone
+            marked = tuple({**m, "content": _text(m, reader.mark)} for m in request.messages or ())
+            request = replace(request, messages=marked)
         text = self._template.render(request, tools)
         check_characters(len(text), most)
         tokens = encode_rendered(self.tokenizer, text)
         check_known(tokens, self._ids, "messages")
+        media: Media | None = None
+        if reader is not None:
+            try:
+                tokens, images = reader.read(text, pictures)
+            except PromptError as e:
+                raise RequestError(f"messages: {one_line(e)}", param="messages") from e
+            media = reader.media(tokens, images)
         thinking = self._thinks(request, text)
         parser = functools.partial(
             TextParser, markers=self._markers[bool(tools)], tools=tools, thinking=thinking, continued=request.continued,
             parallel=request.parallel_tools,
         )  # fmt: skip
         grammar, shared = self._grammar(request, tools, text, thinking), self._shared(request, tools, tokens)
-        return Prompt(tuple(tokens), self.tokenizer, request.stop, parser, grammar, shared)
+        return Prompt(tuple(tokens), self.tokenizer, request.stop, parser, grammar, shared, media)
 
     def _shared(self, request: GenerationRequest, tools: tuple[Mapping[str, Any], ...], tokens: Sequence[int]) -> int:
         if len(tokens) <= GRID:
@@ -146,7 +169,7 @@ class Prompter:
         if not request.continued:
             return text.rstrip().endswith(begin)
         last = request.messages[-1]
-        content = last.get("content") or ""
+        content = _text(last)
         return content.rfind(begin) > content.rfind(end) if content else bool(last.get("reasoning_content"))
 
     def _grammar(
@@ -175,6 +198,17 @@ class Prompter:
             return made
         why = "JSON schemas and required tools need the package outcore_grammar, which is missing on the server"
         raise RequestError(why, "not_installed")
+
+
+def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _text(message: Mapping[str, Any], mark: str = "") -> str:
+    """The text of a message; ``mark`` stands for each of its images."""
+    found = [p["text"] if p["type"] == "text" else mark for p in _parts(message)]
+    return "\n".join(filter(None, found)) if found else message.get("content") or ""
 
 
 def too_long(what: str, tokens: int, most: int) -> RequestError:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mlx.nn as nn
@@ -15,6 +16,7 @@ import mlx.nn as nn
 from ..checkpoint.positions import longest_context, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.loader import load_model
+from ..decode.media import media_reader
 from ..engine.session import Session
 from ..engine.transport import Forecast
 from ..errors import LinkError, OutcoreError, RequestError
@@ -222,7 +224,10 @@ class ModelService:
             if model.template is not None:
                 set_chat_template(tokenizer, model.template)
             vocabulary = model.config.get("vocab_size") or (model.config.get("text_config") or {}).get("vocab_size")
-            self._prompters[model.name] = Prompter(tokenizer, vocabulary if isinstance(vocabulary, int) else None)
+            known = vocabulary if isinstance(vocabulary, int) else None
+            config = model.config | (self.options.load.model_config or {})
+            reader = partial(media_reader, model.folder, config, self.options.load.ranks)
+            self._prompters[model.name] = Prompter(tokenizer, known, reader)
         return self._prompters[model.name].prepare(request, most)
 
     def _limit(self, model: Offered, prompt: Prompt, max_tokens: int | None) -> int:

@@ -1,0 +1,227 @@
+"""Features of images: mlx-vlm's model without its language model, whose weights are read when they are needed.
+
+Of its blocks, one is in memory at a time, while the next one is read. Images are part of prompts only, so nothing of it
+stays; features are kept by the image's content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from outcore.engine.session import Session
+from outcore.errors import CheckpointError, UnsupportedModelError
+from outcore.machine.allocator import clear_cache
+from outcore.machine.interrupts import check
+from outcore.machine.random_state import random_state_kept
+from outcore.modules.layers import named_modules, named_parameters
+
+if TYPE_CHECKING:
+    from .media import Image
+
+# What ``get_input_embeddings`` may say of a prompt with images; more means attention that is not computed here.
+ROWS, POSITIONS = ("inputs_embeds", "per_layer_inputs"), ("position_ids", "rope_deltas")
+DEEP = ("visual_pos_masks", "deepstack_visual_embeds")
+# Said, but read by no language model of the same type.
+UNUSED = ("attention_mask_4d",)
+
+# Attribute of a model: its tower. Attribute of a block: the tower and its number.
+TOWER, PLACE = "outcore_image_tower", "outcore_place"
+
+
+def tower_of(model: nn.Module) -> Tower:
+    found = model.__dict__.get(TOWER)
+    if found is None:
+        found = model.__dict__[TOWER] = Tower(cast(Any, model))
+    return cast(Tower, found)
+
+
+class Tower:
+    """What makes features of images for a ``TextModel`` that is loaded.
+
+    Attributes:
+        runs: how often it has been computed, for tests and ``doctor``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from . import text_model
+
+        whole, config = model.__dict__[text_model.TOWER]
+        if model.language_model is model:
+            raise UnsupportedModelError(f"{model.arch.__name__}: images of this type are not read, its text is")
+        self._session: Session = model.outcore
+        self._checkpoint = self._session.profile.lazy.checkpoint
+        self._arch, self._config, self._whole, self._gone = model.arch, config, whole, model.__dict__[text_model.GONE]
+        self.runs = 0
+        path = next(path for path, module in named_modules(model) if module is model.language_model)
+        _replace(whole, path, model.language_model)
+        with random_state_kept():
+            weights = self._weights()
+            self._quantize(weights)
+        mine = {p: a for p, a in named_parameters(whole) if p.startswith(self._gone)}
+        if missing := sorted(p for p, a in mine.items() if p not in weights or weights[p].shape != a.shape):
+            names = ", ".join(missing[:3])
+            raise CheckpointError(f"{self._checkpoint.folder}: without the weights that images need, such as {names}")
+        self._blocks = [block for blocks in _lists(whole, self._gone) for block in blocks]
+        for n, (_, block) in enumerate(self._blocks):
+            block.__class__ = _streamed(cast(Any, type(block)))
+            block.__dict__[PLACE] = self, n
+        self._sizes = {p: weights[p].nbytes for p in mine}
+        self._widths = [max(weights[p].shape) for p in mine if weights[p].ndim > 1]
+        self._loaded: dict[str, mx.array] = {}
+        self._put({p: mx.zeros((0,), weights[p].dtype) for p in mine})
+
+    def _weights(self) -> dict[str, mx.array]:
+        """Returns the weights, not read yet, by the paths of their parameters."""
+        from .text_model import sanitized
+
+        found: dict[str, mx.array] = {}
+        for file in self._checkpoint.files:
+            found |= cast(dict[str, mx.array], mx.load(str(file)))
+        made = sanitized(self._arch, self._whole, self._config, found)
+        return {name: array for name, array in made.items() if name.startswith(self._gone)}
+
+    def _quantize(self, weights: Mapping[str, mx.array]) -> None:
+        how = self._session.profile.lazy.config.get("quantization")
+        if how is None:
+            return
+
+        def chosen(path: str, module: nn.Module) -> bool | dict[str, Any]:
+            known = path.startswith(self._gone) and f"{path}.scales" in weights
+            return cast(dict[str, Any], how[path]) if known and isinstance(how.get(path), dict) else known
+
+        nn.quantize(self._whole, how["group_size"], how["bits"], mode=how.get("mode", "affine"), class_predicate=chosen)
+
+    # Weights
+
+    def _put(self, arrays: Mapping[str, mx.array]) -> None:
+        for path, array in arrays.items():
+            *parts, name = path.split(".")
+            _child(self._whole, parts)[name] = array
+
+    def _of_block(self, n: int) -> dict[str, mx.array]:
+        begin = f"{self._blocks[n][0]}."
+        return {path: array for path, array in self._loaded.items() if path.startswith(begin)}
+
+    def run_block(self, n: int, run: Any) -> Any:
+        """Calls a block while its weights are in memory, and begins to read the next one's."""
+        mine = self._of_block(n)
+        self._put(mine)
+        if n + 1 < len(self._blocks):
+            mx.async_eval(list(self._of_block(n + 1).values()))
+        try:
+            out = run()
+            mx.eval(out)
+        finally:
+            self._put({path: mx.zeros((0,), array.dtype) for path, array in mine.items()})
+            for path in mine:
+                self._loaded.pop(path, None)
+        check()
+        return out
+
+    # Features
+
+    def features(self, image: Image) -> dict[str, mx.array]:
+        """Returns ``rows`` (places, hidden) of the prompt's embeddings, and ``deep 0`` and so on, what is added to
+        them after the first layers."""
+        self._loaded = self._weights()
+        blocks = tuple(f"{path}." for path, _ in self._blocks)
+        rest = {path: array for path, array in self._loaded.items() if not path.startswith(blocks)}
+        try:
+            self._put(rest)
+            self.runs += 1
+            found = self._computed(image)
+        finally:
+            self._put({path: mx.zeros((0,), array.dtype) for path, array in rest.items()})
+            self._loaded = {}
+            clear_cache()
+        return found
+
+    def _computed(self, image: Image) -> dict[str, mx.array]:
+        ids = mx.array(image.ids.astype(np.int32))[None]
+        given = {name: _arrays(value) for name, value in image.inputs.items()}
+        pixels = given.pop("pixel_values")
+        made = self._whole.get_input_embeddings(ids, pixels, mask=mx.ones_like(ids), **given)
+        said = {name: value for name, value in made.to_dict().items() if value is not None}
+        if unknown := said.keys() - {*ROWS, *POSITIONS, *DEEP, *UNUSED}:
+            raise self._refusal(f"they need {', '.join(sorted(unknown))}")
+        places = mx.array(image.places.astype(np.int32))
+        found = {"rows": said["inputs_embeds"][0, places]}
+        for n, rows in enumerate(said.get("deepstack_visual_embeds", ())):
+            found[f"deep {n}"] = rows
+        # The other rows have to be those that texts without images have.
+        others = np.setdiff1d(np.arange(ids.size), image.places).astype(np.int32)
+        text = self.text_rows(ids)["inputs_embeds"][0, mx.array(others)]
+        same = mx.array_equal(said["inputs_embeds"][0, mx.array(others)], text)
+        mx.eval(found, same)
+        if not same.item():
+            raise self._refusal("they change the embeddings of text")
+        return found
+
+    def text_rows(self, ids: mx.array) -> dict[str, mx.array]:
+        """Returns the arguments (1, tokens, ...) that the language model is given for a prompt without images."""
+        made = self._whole.get_input_embeddings(ids, None, mask=None).to_dict()
+        return {name: made[name] for name in ROWS if made.get(name) is not None}
+
+    def _refusal(self, why: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self._arch.__name__}: images of this type are not read: {why}")
+
+    def room(self, images: Sequence[Image], tokens: int) -> int:
+        """Returns the bytes that ``features`` of these images, one after the other, and a prompt's embeddings take."""
+        return 0
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return mx.array(value)
+    return [_arrays(each) for each in value] if isinstance(value, list) else value
+
+
+def _child(module: Any, parts: Sequence[str]) -> Any:
+    for part in parts:
+        module = module[int(part)] if isinstance(module, list) else module[part]
+    return module
+
+
+def _replace(module: Any, path: str, other: nn.Module) -> None:
+    *parts, name = path.split(".")
+    _child(module, parts)[name] = other
+
+
+def _lists(whole: nn.Module, inside: tuple[str, ...]) -> Iterator[list[tuple[str, nn.Module]]]:
+    """Yields lists of equal modules that are not in one another, with their paths, in the order of the tree."""
+
+    def search(path: str, value: Any) -> Iterator[list[tuple[str, nn.Module]]]:
+        if isinstance(value, list):
+            items = [(f"{path}.{n}", each) for n, each in enumerate(value)]
+            kinds = {type(each) for each in value}
+            if len(items) > 1 and len(kinds) == 1 and isinstance(value[0], nn.Module) and value[0].parameters():
+                yield items
+                return
+        elif isinstance(value, dict):
+            items = [(f"{path}.{name}" if path else name, each) for name, each in value.items()]
+        else:
+            return
+        for there, each in items:
+            if not path.startswith(inside) and not any(i.startswith(f"{there}.") or f"{there}." == i for i in inside):
+                continue
+            yield from search(there, each)
+
+    yield from search("", whole)
+
+
+@cache
+def _streamed(kind: Any) -> type:
+    """Returns a subclass of a block's class whose weights are in memory only while it is called."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tower, n = self.__dict__[PLACE]
+        return tower.run_block(n, lambda: super(made, self).__call__(*args, **kwargs))
+
+    made: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
+    return cast(type, made)

@@ -1,0 +1,131 @@
+"""Tiny random models of mlx-vlm's types that read images, with the processors that real ones of their types have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import vision_zoo
+from vision_configs import config_of
+
+Config = dict[str, Any]
+
+TOKENS = [
+    "<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
+    "<|image_pad|>", "<|video_pad|>", "<start_of_image>", "<end_of_image>", "<image_soft_token>", "[IMG]",
+    "[IMG_BREAK]", "[IMG_END]", "<image>", "<img>", "</img>", "<IMG_CONTEXT>", "[INST]", "[/INST]",
+]  # fmt: skip
+IDS = {token: 256 + n for n, token in enumerate(TOKENS)}
+VOCABULARY = 288
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+QWEN: Config = {
+    "image_token_id": IDS["<|image_pad|>"], "video_token_id": IDS["<|video_pad|>"],
+    "vision_start_token_id": IDS["<|vision_start|>"], "vision_end_token_id": IDS["<|vision_end|>"],
+}  # fmt: skip
+QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_SIZES: Config = {"min_pixels": 56 * 56, "max_pixels": 112 * 112}
+
+
+def save_tokenizer(folder: Path, mark: str, **names: str) -> None:
+    """A tokenizer of bytes; ``names``: attributes of the tokenizer that name its special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(TOKENS)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>",
+        extra_special_tokens=names,
+    )  # fmt: skip
+    fast.chat_template = TEMPLATE.replace("MARK", mark)
+    fast.save_pretrained(folder)
+    for file in ("tokenizer_config.json",):
+        said = json.loads((folder / file).read_text())
+        said["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (folder / file).write_text(json.dumps(said))
+    (folder / "chat_template.jinja").write_text(fast.chat_template)
+
+
+def text_of(config: Config) -> Config:
+    text: Config = config.get("text_config") or config.get("llm_config") or {}
+    return text
+
+
+def qwen(kind: str, patch: int) -> Callable[[Path], Config]:
+    def config(folder: Path) -> Config:
+        found = config_of(kind)
+        found |= QWEN
+        found["vision_config"] |= {"patch_size": patch, "depth": 4, "in_channels": 3}
+        save_tokenizer(folder, QWEN_MARK)
+        sizes = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, **QWEN_SIZES}
+        write(folder, "preprocessor_config.json", sizes)
+        return found
+
+    return config
+
+
+def write(folder: Path, name: str, said: Config) -> None:
+    (folder / name).write_text(json.dumps(said))
+
+
+FAMILIES: dict[str, Callable[[Path], Config]] = {
+    "qwen2_5_vl": qwen("qwen2_5_vl", 14),
+    "qwen3_vl": qwen("qwen3_vl", 16),
+    "qwen3_vl_moe": qwen("qwen3_vl_moe", 16),
+}
+
+
+def save_model(kind: str, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    config = FAMILIES[kind](folder)
+    text_of(config)["vocab_size"] = VOCABULARY
+    config["vocab_size"] = VOCABULARY
+    before = vision_zoo.config_of
+    vision_zoo.config_of = lambda folder: config
+    try:
+        return vision_zoo.save_checkpoint(kind, folder, towers=True)
+    finally:
+        vision_zoo.config_of = before
+
+
+def pictures(count: int, side: int = 70) -> list[Any]:
+    """Random images of different sizes."""
+    from PIL import Image
+
+    draw = np.random.default_rng(5)
+    sizes = [(side + 13 * n, side + 9 * (count - n)) for n in range(count)]
+    return [Image.fromarray(draw.integers(0, 256, (h, w, 3), np.uint8)) for w, h in sizes]
+
+
+def theirs(folder: Path, prompt: str, images: list[Any], tokens: int) -> tuple[list[int], list[mx.array], list[int]]:
+    """The tokens that mlx-vlm writes, their log-probabilities, and the prompt's ids."""
+    import mlx_vlm.utils
+    from mlx_vlm.generate import generate_step
+    from mlx_vlm.utils import load_image_processor, load_processor, prepare_inputs
+
+    model = mlx_vlm.utils.load_model(folder)
+    processor: Any = load_processor(folder, add_detokenizer=False)
+    if (own := load_image_processor(folder)) is not None:
+        processor.image_processor = own
+    inputs = prepare_inputs(processor, images=images, prompts=[prompt], add_special_tokens=False)
+    ids, pixels, mask = inputs.pop("input_ids"), inputs.pop("pixel_values"), inputs.pop("attention_mask")
+    given = {k: v for k, v in inputs.items() if v is not None}
+    found, scores = [], []
+    for token, logprobs in generate_step(ids, model, pixels, mask, max_tokens=tokens, temperature=0.0, **given):
+        found.append(token)
+        scores.append(logprobs)
+    mx.eval(scores)
+    return found, scores, ids[0].tolist()
