@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,11 @@ from outcore.text import one_line, shortened
 from outcore_drafts.draft_model import draft_folder
 from outcore_drafts.mtp.head import text_model, trunk
 from outcore_drafts.mtp.hidden_states import WINDOW, HiddenStates
+from outcore_drafts.mtp.layouts import tensors_in
 
 from .config import ComputeDtype, check_target, config_of, is_drafter, kind_of, open_drafter, sketched
 from .drafter import BlockDrafter, DraftedModel
+from .given_up import GivenUp
 from .proposer import DRAFTER, STEP, BlockProposer
 from .published import PUBLISHED, keep, seen_chance, seen_file, trained
 from .tap import LayerTaps
@@ -118,17 +120,20 @@ class Drafters(DraftSource):
         return replace(profile, size=replace(size, rest=size.rest + states)), draft
 
     def load(self, draft: Draft, profile: ModelProfile, opening: Opening, progress: Progress) -> Drafting:
-        folder, states, seen, first = draft.detail
-        network = opened(folder, profile, opening)
-        # Array by array, so that quantizing takes additional memory for one array only.
-        try:
-            for _, array in tree_flatten(network.parameters()):
-                mx.eval(array)
-        except RuntimeError as e:  # raised by MLX: a file became shorter
-            raise CheckpointError(f"{folder}: cannot be read: {one_line(e)}; download the drafter again") from e
-        clear_cache()
-        layers = trunk(text_model(profile.lazy.model)).layers
-        return ByDrafter(draft.name, network, LayerTaps([layers[n] for n in network.taps]), states, seen, first)
+        folder = draft.detail[0]
+
+        def read() -> BlockDrafter:
+            network = opened(folder, profile, opening)
+            # Array by array, so that quantizing takes additional memory for one array only.
+            try:
+                for _, array in tree_flatten(network.parameters()):
+                    mx.eval(array)
+            except RuntimeError as e:  # raised by MLX: a file became shorter
+                raise CheckpointError(f"{folder}: cannot be read: {one_line(e)}; download the drafter again") from e
+            clear_cache()
+            return network
+
+        return ByDrafter(draft, read, trunk(text_model(profile.lazy.model)).layers)
 
 
 def _unfinished(asked: str) -> bool:
@@ -209,16 +214,22 @@ class SharedParts:
 
 class ByDrafter(Drafting):
     """A published drafter in memory. It is loaded, and the layers are tapped, before these are bound to a ring.
-    ``states``: bytes that the plan has for the states of a text; ``seen``: where the share of its right guesses is
-    kept; ``first``: the share that is expected, as it was measured in training; None: not measured."""
+
+    Args:
+        draft: its ``detail`` is its folder; the bytes that the plan has for the states of a text; the file in which the
+            share of its right guesses is kept; and the share that is expected, as it was measured in training (None:
+            not measured).
+        read: reads its weights.
+        layers: the model's.
+    """
 
     kind = DRAFTER
 
-    def __init__(
-        self, name: str, network: BlockDrafter, taps: LayerTaps, states: int, seen: Path | None, first: float | None
-    ) -> None:
-        super().__init__(name)
-        self.model, self._taps, self._states, self._seen, self._first = network, taps, states, seen, first
+    def __init__(self, draft: Draft, read: Callable[[], BlockDrafter], layers: Sequence[nn.Module]) -> None:
+        super().__init__(draft.name)
+        self.model = network = read()
+        self._weights, self._read, self._taps = draft.weights, read, LayerTaps([layers[n] for n in network.taps])
+        self._folder, self._states, self._seen, self._first = draft.detail
         self._statistics: AcceptanceStats | None = None
         self.holds_head = network.borrows_head
         self.shared: SharedParts | None = None
@@ -250,6 +261,20 @@ class ByDrafter(Drafting):
 
     def profile_without(self, profile: ModelProfile) -> ModelProfile:
         return replace(profile, size=replace(profile.size, rest=profile.size.rest - self._states))
+
+    def give_up(self, session: Session) -> Drafting:
+        super().give_up(session)
+        return GivenUp(session, self._back)
+
+    def _back(self, session: Session) -> Drafting | None:
+        # Where a stored array has to be cast or quantized, it and the result are in memory together.
+        if max(info.nbytes for info in tensors_in(self._folder).values()) > session.plan.activation_bytes:
+            return None
+        found = self._read()
+        if sum(a.nbytes for _, a in tree_flatten(found.parameters())) > self._weights:
+            return None  # another drafter is in the folder now
+        self.model = found
+        return self.join(session)
 
     def close(self) -> None:
         self.model = self.shared = None

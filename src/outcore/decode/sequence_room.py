@@ -185,11 +185,13 @@ class SequenceRoom:
         return pays(chance=min(chance, 0.999), guess_s=guess)
 
     def _see_draft(self) -> bool:
-        """Returns whether the draft was given up since the last call; subtracts its part from the base size then."""
-        residency = self._session.residency
-        if residency.layers.draft is self._draft:
+        """Returns whether the draft was given up or came back since the last call; the base size is without it, or with
+        it, then."""
+        residency, profile = self._session.residency, self._session.profile
+        if (draft := residency.layers.draft) is self._draft:
             return False
-        self._base, self._draft = residency.without_draft(self._base), residency.layers.draft
+        given, base = residency.without_draft, self._base
+        self._base, self._draft = given(base) if draft is None else draft.size_with(replace(profile, size=base)), draft
         return True
 
     def check_alone(self, tokens: int, prompt: int) -> None:

@@ -32,6 +32,9 @@ from .speculative.sources import for_models
 # time; it goes where it saves as much of the time. Each time that layers got it drafts have to wait twice as long.
 SETTLED, LESS = 12, 0.95
 
+# A draft is given up if n-grams alone would take this share of the time for the tokens that both knew.
+EQUAL = 0.98
+
 # Share of what n-grams would give if each token that they know were accepted that they do give (simulated: 0.8 to 1).
 GIVEN = 0.85
 
@@ -54,8 +57,10 @@ class TextDrafts:
         own, media = request.alone or Alone(), request.media
         self._session, self._request, self._history = session, request, plain(media, own.history)
         self._ends = ends if media is None else {*ends, media.placeholder}
-        drafting, self.most = drafting_of(session, own.draft_model, most)
         self._adapts = session.residency.layers.adapts and session.plan.streams and own.draft_model is None
+        if self._adapts and most != 0 and media is None and session.drafting is not None:
+            cast(Drafting, session.drafting).new_text(session, most or MOST)
+        drafting, self.most = drafting_of(session, own.draft_model, most)
         if self._adapts and most != 0 and not self.most:
             drafting, self.most = cast(Drafting, session.drafting or Drafting()), most or MOST  # these may get memory
         if drafting is not None and media is not None:
@@ -117,16 +122,24 @@ class TextDrafts:
         if learnt.plain.seen < 2 or not (plan.streams and metrics.bytes_read) or plan.pools or plan.kv_slot:
             return
         byte_s, drafts = metrics.reading()[1] / metrics.bytes_read, layers.draft is not None
-        tokens, seconds, repeated = learnt.lately
+        (tokens, seconds, repeated), (count, own) = learnt.lately, learnt.own
         passes = (1 - repeated / tokens) / GIVEN  # for a token, with n-grams
         if drafts or session.size.drafted:
-            saved_s = min(bytes_moved(layers) * byte_s, metrics.stall_s / metrics.sweeps)
-            if not (drafts or saved_s > 0) or (plain_s - saved_s) * (passes if drafts else 1) > LESS * seconds / tokens:
+            most_s = metrics.stall_s / metrics.sweeps
+            saved_s = min(bytes_moved(layers) * byte_s, most_s)
+            pays = (
+                not (drafts or saved_s > 0) or (plain_s - saved_s) * (passes if drafts else 1) > LESS * seconds / tokens
+            )
+            if drafts and pays and count:
+                # The same passes without what only the draft knew, and with n-grams' memory alone.
+                saved_s = min(bytes_moved(layers, session.size.drafted) * byte_s, most_s)
+                pays = (seconds - count * saved_s) / (tokens - own) > EQUAL * seconds / tokens
+            if pays:
                 return
             give_back(layers)
-            learnt.weighed, learnt.given = learnt.sweeps + SETTLED * learnt.given, 2 * learnt.given + 1
             learnt.lately = 0.0, 0.0, 0.0
             if not drafts:
+                learnt.weighed, learnt.given = learnt.sweeps + SETTLED * learnt.given, 2 * learnt.given + 1
                 return
         drafted = drafted_tokens(session.size, plan.budget_bytes, False, self.most)
         more_s = -min(0, bytes_moved(layers, drafted)) * byte_s

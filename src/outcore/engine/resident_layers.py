@@ -87,6 +87,14 @@ class DroppableDraft:
             drafted=0,
         )
 
+    def size_with(self, profile: ModelProfile) -> ModelSize:
+        """Returns the size with this draft again, which is in none of ``profile``. The head is in memory."""
+        size, draft = profile.size, self.draft
+        states = draft.cache - held_bytes(draft.growing, self.context) + held_bytes(draft.growing, size.context)
+        weights, growing = size.non_layer + draft.weights, size.growing + draft.growing
+        rest = 2 * size.rest - self.drafter.profile_without(profile).size.rest
+        return replace(size, non_layer=weights, cache=size.cache + states, growing=growing, rest=rest)
+
     def profile_without(self, profile: ModelProfile, head_streamed: bool) -> ModelProfile:
         profile = self.drafter.profile_without(profile)
         return replace(profile, size=self.size_without(profile.size, head_streamed))
@@ -97,7 +105,7 @@ class ResidentLayers:
 
     Attributes:
         room: returns how many more bytes may be taken now; None: only the budget limits them.
-        given_up: the draft that was given up, and whether the head was streamed then.
+        given_up: the draft that was given up, and whether the head was streamed then; None: none, or it came back.
         adapts: memory goes to drafts or to layers, whichever pays: nobody asked for a draft.
         shed_layers: numbers of the layers that were resident and are streamed for now.
     """
@@ -297,7 +305,7 @@ class ResidentLayers:
         return True
 
     def give_up_draft(self, nbytes: int = 0) -> int:
-        """Frees the draft for good; if layers get other units by that, sheds them all and makes slots smaller to free
+        """Frees the draft; if layers get other units by that, sheds them all and makes slots smaller to free
         ``nbytes``. Returns the bytes freed."""
         draft, before = self.draft, self.session.plan
         if draft is None or not before.streams or self.session.streaming is None:

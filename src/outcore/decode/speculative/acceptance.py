@@ -93,8 +93,10 @@ class AcceptanceStats:
         plain: seconds of a pass without a draft; ``drafted``: of drafting plus the pass, by source.
         experts: experts that passes read one by one, as a straight line over their tokens.
         sweeps: passes seen; ``made``: tokens that they yielded; ``lately``: tokens, seconds, and tokens that n-grams
-            would have guessed, whatever drafted; older ones fade.
+            would have guessed, whatever drafted; older ones fade. ``own``: as many passes, and the tokens that only a
+            draft with weights knew.
         weighed: the pass at which memory was last weighed; ``given``: how often layers got it, as 2 ** n - 1.
+        total_s: seconds of all passes, and of drafting.
     """
 
     rates: dict[Key, Rate] = field(default_factory=dict)
@@ -107,8 +109,10 @@ class AcceptanceStats:
     sweeps: int = 0
     made: int = 0
     lately: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    own: tuple[float, float] = (0.0, 0.0)
     weighed: int = -1
     given: int = 0
+    total_s: float = 0.0
 
     def another_text(self) -> None:
         """Called when a text begins: statistics of earlier texts count for less from now on."""

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...plan.joint_plan import MOST
+from ...plan.joint_plan import MOST, NGRAM
 from .acceptance import FADE, AcceptanceStats, Seconds
-from .proposers import Guess, Proposer
+from .proposers import AGAINST, Guess, Proposer
 
 # The most guesses for the first pass with a draft.
 UNTRIED = 4
@@ -160,11 +160,14 @@ class DraftLengthPolicy:
             for guessed, key in ((guess.token, guess.key), *guess.others):
                 learnt.judged(key, guessed == token)
         learnt.sweeps, learnt.made = learnt.sweeps + 1, learnt.made + max(1, len(text))
-        tokens, took, repeated = learnt.lately
+        learnt.total_s += seconds + self.spent
+        (tokens, took, repeated), (passes, own) = learnt.lately, learnt.own
         line = learnt.drafted.get(self.source or "")
         if learnt.plain.seen < 2 or (line is not None and line.seen <= SURE):
-            learnt.weighed, tokens, took, repeated = learnt.sweeps, 0.0, 0.0, 0.0  # lengths are still found out
+            # Lengths are still found out.
+            learnt.weighed, tokens, took, repeated, passes, own = learnt.sweeps, 0.0, 0.0, 0.0, 0.0, 0.0
         learnt.lately = tokens * FADE + max(1, len(text)), took * FADE + seconds + self.spent, repeated * FADE
+        learnt.own = passes * FADE + 1, own * FADE + sum(map(_known_by_weights, guesses[: max(0, len(text) - 1)]))
         self._alike_s = seconds + (self._alike_s if bool(guesses) == self._drafted else 0.0)
         self._drafted = bool(guesses)
         self.spent, self.source = 0.0, None
@@ -198,3 +201,9 @@ class DraftLengthPolicy:
         after = max(self.seconds(source, drafted + 2) + min(more, 0.0), spent + max(more, 0.0))
         expected += self.shared.expected
         return (expected + chance) * before > expected * after
+
+
+def _known_by_weights(guess: Guess) -> bool:
+    """Whether n-grams had no such guess."""
+    alike = (key for token, key in ((guess.token, guess.key), *guess.others) if token == guess.token)
+    return all(key[0] not in (NGRAM, AGAINST) for key in alike)

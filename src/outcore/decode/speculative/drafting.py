@@ -57,6 +57,10 @@ class Drafting:
         """Whether the drafter can be given up safely."""
         return True
 
+    def new_text(self, session: Session, most: int) -> None:
+        """Called before a text begins, while memory may be moved: a drafter that was given up may come back for it,
+        with room for ``most`` drafted tokens."""
+
     def hidden(self) -> HiddenKeeper | None:
         """Returns a new keeper of a text's hidden states for its proposer; None: the proposer uses none."""
         return None
