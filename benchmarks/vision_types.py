@@ -1,10 +1,18 @@
 """mlx-vlm's types, streamed: the logits of a tiny random model of each equal mlx-vlm's own, bit for bit.
 
-    python benchmarks/vision_types.py [FOLDER ...] [--dtype float32] [--json FILE] [--keep DIR]
+    python benchmarks/vision_types.py [FOLDER ...] [--of new|both|all] [--dtype float32]
+        [--bits 4 --group 32 [--recipe mixed_3_6]] [--json FILE]
 
 For each model folder of mlx-vlm: whether a tiny checkpoint can be made here, and whether its logits (a prompt in two
 chunks, then single tokens) are those of mlx-vlm's language model, with a third of the layers in memory and within the
 smallest budget. mlx-vlm's are computed twice: by its language model, and from embeddings as its ``generate`` does.
+
+``--of`` says which folders: ``new`` are those that mlx-lm lacks, ``both`` the others. A checkpoint of these has the
+tensor names that mlx-lm writes, if mlx-vlm opens it, else mlx-vlm's. mlx-lm opens it, too, and its logits are compared
+with mlx-vlm's; ``vlm_names`` says whether Outcore opens one with mlx-vlm's names without being told so. ``--bits``
+quantizes as ``mlx_vlm.convert`` does, with the model's own choice of modules or with one of mlx-vlm's mixed recipes.
+Each row is written to FILE at once; a run that was ended goes on where it stopped, if the file is of the same commit
+and command.
 """
 
 from __future__ import annotations
@@ -26,11 +34,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import _support  # noqa: F401
 import vision_zoo
-from equality import told_apart
+from equality import _by_sweeps, told_apart
 from outcore import load_model
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.modules.mlx_lm_compat import MODEL_TYPES
-from result_file import write_result
+from outcore_vision.names import FOLDERS
+from result_file import document_of, write_result
 
 CHUNKS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [1, 2, 3]]
 STEPS = [21, 22, 23]
@@ -75,9 +84,9 @@ def _theirs(model: Any, said: dict[str, Any]) -> list[mx.array]:
     return out
 
 
-def ours(folder: Path, **options: Any) -> tuple[list[mx.array], Any]:
-    wanted = {MODEL_TYPES: "vision"}
-    model, _ = load_model(folder, draft="none", context=64, prompt=16, model_config=wanted, **options)
+def ours(folder: Path, wanted: str | None = "vision", **options: Any) -> tuple[list[mx.array], Any]:
+    config = {MODEL_TYPES: wanted} if wanted else None
+    model, _ = load_model(folder, draft="none", context=64, prompt=16, model_config=config, **options)
     with model.outcore as session:
         cache, out = make_prompt_cache(model), []
         for ids in [*CHUNKS, *([s] for s in STEPS)]:
@@ -95,15 +104,69 @@ def differs(got: list[mx.array], expected: list[mx.array]) -> str | None:
     return None
 
 
-def survey(kind: str, work: Path, dtype: str) -> dict[str, Any]:
+def in_mlx_lm(folder: Path, expected: list[mx.array]) -> str:
+    """How mlx-lm's logits for a checkpoint differ from mlx-vlm's; "equal", or why it does not open it."""
+    import mlx_lm.utils
+
+    try:
+        model, _ = mlx_lm.utils.load_model(folder)
+        got = [a.astype(expected[0].dtype) for a in _by_sweeps(model, CHUNKS, STEPS)]
+        if (why := differs(got, expected)) is None:
+            return "equal"
+        worst = max(mx.abs(a - b).max().item() for a, b in zip(got, expected, strict=True))
+        same = all(mx.array_equal(a.argmax(-1), b.argmax(-1)).item() for a, b in zip(got, expected, strict=True))
+        return f"{'same' if same else 'other'} tokens, {worst:.2g} apart ({why})"
+    except (Exception, SystemExit) as e:
+        return shortly(e)
+
+
+def of_both(kind: str, work: Path, **how: Any) -> tuple[Path, list[mx.array], dict[str, Any]]:
+    """A checkpoint of a type that both libraries know, mlx-vlm's logits, and what mlx-lm's are beside them."""
+    found: list[tuple[Path, list[mx.array], dict[str, Any]]] = []
+    failed: dict[str, BaseException] = {}
+    for names in ("mlx-lm", "mlx-vlm"):
+        try:
+            folder = vision_zoo.save_checkpoint(kind, work / names, named_by=names, **how)
+            expected, embedded = theirs(folder)
+            found.append((folder, expected, {"names": names, "embedded": embedded}))
+        except (Exception, SystemExit) as e:  # importing mlx-lm's olmo ends the process
+            failed[names] = e
+    if not found:
+        raise failed["mlx-vlm"]
+    folder, expected, row = found[0]
+    row["mlx_lm"] = in_mlx_lm(folder, expected)
+    row |= {f"not_{names}": shortly(e) for names, e in failed.items()}
+    if "mlx-vlm" not in failed:
+        row["vlm_names"] = by_default(found[-1][0], found[-1][1])
+    return folder, expected, row
+
+
+def by_default(folder: Path, expected: list[mx.array]) -> str:
+    """What Outcore makes of a checkpoint that names no library."""
+    try:
+        found, _ = ours(folder, wanted=None, memory="8GB", resident=1)
+    except (Exception, SystemExit) as e:
+        return shortly(e)
+    return differs(found, expected) or "equal"
+
+
+def shortly(e: BaseException) -> str:
+    return f"{type(e).__name__}: {' '.join(str(e).split())}"[:200]
+
+
+def survey(kind: str, work: Path, dtype: str, **quantized: Any) -> dict[str, Any]:
     """What one type does; ``failed`` names the first step that did not go, ``why`` says how."""
     if kind in vision_zoo.NO_TEXT:
         return {"equal": False, "failed": "no text", "why": vision_zoo.NO_TEXT[kind]}
     step, row = "built", dict[str, Any]()
     try:
-        folder = vision_zoo.save_checkpoint(kind, work / kind, dtype=COMPUTE_DTYPES[dtype])
-        step = "mlx-vlm"
-        expected, row["embedded"] = theirs(folder)
+        if kind in FOLDERS:
+            folder = vision_zoo.save_checkpoint(kind, work / kind, dtype=COMPUTE_DTYPES[dtype], **quantized)
+            step = "mlx-vlm"
+            expected, row["embedded"] = theirs(folder)
+        else:
+            folder, expected, more = of_both(kind, work / kind, dtype=COMPUTE_DTYPES[dtype], **quantized)
+            row |= more
         row["told_apart"] = told_apart(expected)
         step = "opened"
         found, session = ours(folder, memory="8GB", resident=1, head_resident=False)
@@ -144,33 +207,57 @@ def told(kind: str, row: dict[str, Any], seconds: float) -> str:
     what = "equal" if row["equal"] else f"{row['failed']}: {row['why'][:160]}"
     more = f" (embedded: {row['embedded'][:60]})" if row.get("embedded", "equal") != "equal" else ""
     odd = "" if row.get("told_apart", True) else " NOT TOLD APART"
-    return f"{kind:28} {seconds:5.1f} s  {what}{more}{odd}"
+    other = (
+        f" (mlx-lm: {row['mlx_lm'][:60]}; mlx-vlm's names: {row.get('vlm_names', '-')[:60]})" if "mlx_lm" in row else ""
+    )
+    return f"{kind:28} {seconds:5.1f} s  {what}{more}{odd}{other}"
 
 
-def work(kinds: list[str], dtype: str) -> None:
+def work(kinds: list[str], dtype: str, **quantized: Any) -> None:
     """Surveys these types and prints each row as a line of JSON."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("OUTCORE_HOME", str(Path(folder) / "home"))
         for kind in kinds:
             began = time.monotonic()
-            row = survey(kind, Path(folder), dtype)
+            row = survey(kind, Path(folder), dtype, **quantized)
             shutil.rmtree(Path(folder) / kind, ignore_errors=True)
             print(json.dumps([kind, row, time.monotonic() - began]), flush=True)
+
+
+def chosen(of: str) -> list[str]:
+    return [k for k in vision_zoo.folders() if of == "all" or (k in FOLDERS) == (of == "new")]
+
+
+def begun(file: Path | None) -> dict[str, Any]:
+    """The rows of an earlier run of this commit with these arguments."""
+    if file is None or not file.exists():
+        return {}
+    earlier, now = json.loads(file.read_text()), document_of("vision_types", Path(tempfile.gettempdir()))
+    same = earlier["command"] == now["command"]
+    same = same and earlier["machine"]["git_commit"] == now["machine"]["git_commit"]
+    return {row.pop("type"): row for row in earlier["types"]} if same else {}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", metavar="FOLDER")
+    parser.add_argument("--of", choices=("new", "both", "all"), default="new")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--bits", type=int)
+    parser.add_argument("--group", type=int, default=32)
+    parser.add_argument("--recipe")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    left = arguments.folders or vision_zoo.folders()
+    left = arguments.folders or chosen(arguments.of)
     if arguments.work:
-        return work(left, arguments.dtype)
-    rows: dict[str, Any] = {}
+        quantize = {"bits": arguments.bits, "group_size": arguments.group} if arguments.bits else None
+        return work(left, arguments.dtype, quantize=quantize, recipe=arguments.recipe)
+    rows = begun(arguments.json)
+    left = [kind for kind in left if kind not in rows]
+    options = [w for k in ("dtype", "bits", "group", "recipe") if (v := vars(arguments)[k]) for w in (f"--{k}", str(v))]
     while left:
-        command = [sys.executable, __file__, "--work", "--dtype", arguments.dtype, *left]
+        command = [sys.executable, __file__, "--work", *options, *left]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:
             assert worker.stdout is not None
             for line in worker.stdout:
@@ -184,6 +271,7 @@ def main() -> None:
             rows[left[0]] = {"equal": False, "failed": "process", "why": f"ended with {worker.returncode}"}
             print(told(left[0], rows[left[0]], 0), flush=True)
             left = left[1:]
+    write_result(arguments.json, "vision_types", Path(tempfile.gettempdir()), types=listed(rows))
     print(sum(r["equal"] for r in rows.values()), "of", len(rows), file=sys.stderr)
 
 

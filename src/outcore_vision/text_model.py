@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm.models.cache import KVCache, make_prompt_cache
+from mlx_vlm.models.cache import ConcatenateKVCache, KVCache, make_prompt_cache
 
 from outcore.errors import UnsupportedModelError
 from outcore.modules.layers import modules, named_modules
@@ -38,6 +38,9 @@ APART = {
 
 # Models whose language model cannot make positions itself: it lacks what images would need.
 POSITIONED = (".minicpmo",)
+
+# Models that ask their last cache for its keys and values: mlx-lm's cache of that kind gives just these.
+ASKED = (".afm7",)
 
 # Attributes outside of the module tree: all of the model and its configuration, until its weights are sanitized; and
 # how the names of weights that it does not need begin.
@@ -88,6 +91,14 @@ class TextModel(nn.Module):
         adapt(self)  # quantizing has replaced modules before
         return super().load_weights(*args, **kwargs)
 
+    @property
+    def cast_predicate(self) -> Any:
+        """Says by name which weights get another dtype."""
+        try:
+            return getattr(super(), "cast_predicate", lambda _: True)
+        except TypeError:  # glm_moe_dsa's calls a property of the class that has these
+            return lambda name: "e_score_correction_bias" not in name
+
     def make_cache(self) -> list[Any]:
         language: Any = self.language_model
         if language is not self:
@@ -96,6 +107,8 @@ class TextModel(nn.Module):
             made = self.arch.Model.make_cache(self)
         else:
             made = [KVCache() for _ in self.layers]
+        if self.arch.__name__.endswith(ASKED):
+            made[-1] = ConcatenateKVCache()
         return [as_mlx_lm(each) for each in made]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from zoo_configs import BASE, DELTA, INDEXER, MLA, MOE
+from outcore_vision.names import FOLDERS
+from zoo_configs import BASE, CONFIGS, DELTA, INDEXER, MLA, MOE
 
 Config = dict[str, Any]
 
@@ -447,6 +448,8 @@ OWN: dict[str, Config] = {
 
 
 def config_of(folder: str) -> Config:
+    if folder not in FOLDERS:
+        return _of_both(folder)
     own = copy.deepcopy(OWN.get(folder, {}))
     gone = own.pop("without", [])
     mine = own.pop("text_config", {})
@@ -463,4 +466,56 @@ def config_of(folder: str) -> Config:
         if only is not None
         else {k: v for k, v in {**text, **own}.items() if k not in nested and k not in ("vit_config",)},
         "vision_config": vision,
+    }
+
+
+# What mlx-vlm's classes ask for beside what mlx-lm's do, of types in both; as in ``OWN``.
+BOTH: dict[str, Config] = {
+    "deepseek_v41": {"engram_layer_ids": [], "engram_num_embeddings": []},
+    "gemma3": {"tie_word_embeddings": True, "text_config": {"mm_tokens_per_image": 4, "rope_global_base_freq": 1e4}},
+    "gemma3n": {"vision_config": {"model_type": "gemma3n_vision"}, "text_config": {"intermediate_size": [128] * 4}},
+    "gemma4": {"tie_word_embeddings": True},
+    "gemma4_text": {"tie_word_embeddings": True},
+    "kimi_k25": {"vision_config": {"model_type": "moonvit"}},
+    "kimi_k3": {"vision_config": {"model_type": "moonvit3d"}},
+    "kimi_vl": {"vision_config": {"model_type": "moonvit"}},
+    "llama4": {
+        "vision_config": {
+            "initializer_range": 0.02,
+            "norm_eps": 1e-5,
+            "pixel_shuffle_ratio": 0.5,
+            "projector_dropout": 0.0,
+            "projector_input_dim": 64,
+            "projector_output_dim": 64,
+            "rope_theta": 1e4,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "default",
+            "vision_output_dim": 64,
+        }
+    },
+    "minimax_m3_vl": {
+        "text_config": {
+            "moe_layer_freq": [0, 1, 1, 1],
+            "shared_intermediate_size": 64,
+            "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        }
+    },
+    "mistral3": {"vision_config": {"model_type": "pixtral"}, "text_config": {"use_qk_norm": False}},
+    "olmo": {"d_model": 64, "n_layers": 4, "n_heads": 4, "embedding_size": 128, "mlp_hidden_size": 128},
+    "qwen3_5": {"text_config": QWEN},
+    "qwen3_5_moe": {"text_config": QWEN},
+}
+
+
+def _of_both(folder: str) -> Config:
+    """The configuration that ``zoo`` has for mlx-lm's type, as one part of a model with a tower."""
+    own = copy.deepcopy(BOTH.get(folder, {}))
+    gone, mine, seeing = own.pop("without", []), own.pop("text_config", {}), own.pop("vision_config", {})
+    config = copy.deepcopy(CONFIGS.get(folder, {**BASE, "model_type": folder}))
+    nested = config.pop("text_config", None)
+    text = {**config, **(nested or {}), **own, **mine}
+    return {
+        **{k: v for k, v in {**config, **(nested or {}), **own, "model_type": folder}.items() if k not in gone},
+        "text_config": {k: v for k, v in text.items() if k not in gone},
+        "vision_config": {**TOWER, "model_type": folder, **seeing},
     }

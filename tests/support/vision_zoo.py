@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from pathlib import Path
@@ -47,17 +48,22 @@ NO_TEXT = {
 
 
 def save_checkpoint(
-    folder_of_type: str, folder: Path, seed: int = 0, dtype: mx.Dtype = mx.float32, *, towers: bool = False
+    folder_of_type: str,
+    folder: Path,
+    seed: int = 0,
+    dtype: mx.Dtype = mx.float32,
+    *,
+    towers: bool = False,
+    quantize: dict[str, Any] | None = None,
+    recipe: str | None = None,
+    named_by: str = "mlx-vlm",
 ) -> Path:
     """Writes a checkpoint of one of mlx-vlm's model folders as it would write it; without ``towers`` only the language
-    model's weights: its loader then goes without the rest, if that is not mixed with it."""
+    model's weights: its loader then goes without the rest, if that is not mixed with it. ``quantize``: bits and
+    group_size for ``mlx_vlm.convert``, whose mixed ``recipe`` may say which modules get more bits.
+    ``named_by``: the library whose tensor names are used."""
     config = config_of(folder_of_type)
-    classes = text_classes(folder_of_type)
-    model: Any = classes[0](classes[1].from_dict(copy.deepcopy(config)))
-    whole, pruned = model.__dict__[WHOLE][0], model.__dict__[GONE]
-    # mlx-vlm goes without modules of the top alone, not without lists of modules.
-    if towers or any(path.count(".") > 1 or isinstance(whole.get(path[:-1]), list) for path in pruned):
-        model = whole
+    model = _in_mlx_lm(config) if named_by == "mlx-lm" else _in_mlx_vlm(folder_of_type, config, towers)
     model.eval()
     whole_numbers = {k for k, v in tree_flatten(model.parameters()) if v.dtype in (mx.int32, mx.int64)}
     zoo.make_weights(model, seed)
@@ -66,10 +72,57 @@ def save_checkpoint(
     to_cast = getattr(model, "cast_predicate", lambda _: True)
     weights = tree_flatten(model.parameters())
     model.update(tree_unflatten([(k, v.astype(dtype)) for k, v in weights if v.dtype == mx.float32 and to_cast(k)]))
+    if quantize is not None:
+        config = _quantized(model, config, quantize, recipe)
     folder.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    saved = dict(tree_flatten(model.parameters()))
+    if config.get("tie_word_embeddings"):
+        saved = {k: v for k, v in saved.items() if not k.endswith("lm_head.weight")}
+    mx.save_safetensors(str(folder / "model.safetensors"), saved, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
+
+
+def _in_mlx_lm(config: dict[str, Any]) -> Any:
+    from mlx_lm.utils import _get_classes
+
+    model, arguments = _get_classes(config)
+    return model(arguments.from_dict(copy.deepcopy(config)))
+
+
+def _in_mlx_vlm(folder_of_type: str, config: dict[str, Any], towers: bool) -> Any:
+    classes = text_classes(folder_of_type)
+    model: Any = classes[0](classes[1].from_dict(copy.deepcopy(config)))
+    whole, pruned = model.__dict__[WHOLE][0], model.__dict__[GONE]
+    # mlx-vlm goes without modules of the top alone, not without lists of modules.
+    mixed = any(path.count(".") > 1 or isinstance(whole.get(path[:-1]), list) for path in pruned)
+    return whole if towers or mixed else model
+
+
+def _quantized(model: Any, config: dict[str, Any], quantize: dict[str, Any], recipe: str | None) -> dict[str, Any]:
+    """Quantizes as ``mlx_vlm.convert`` does; returns the configuration that it writes."""
+    from mlx_vlm.convert import mixed_quant_predicate_builder
+    from mlx_vlm.quant_utils import quantize_model
+    from mlx_vlm.utils import skip_multimodal_module
+
+    own = getattr(model, "quant_predicate", None)
+
+    def wanted(path: str, module: Any) -> Any:
+        if skip_multimodal_module(path):
+            return False
+        return True if own is None else own(path, module)
+
+    with contextlib.redirect_stdout(None):
+        _, config = quantize_model(
+            model,
+            config,
+            quantize["group_size"],
+            quantize["bits"],
+            quant_predicate=wanted if recipe is None else mixed_quant_predicate_builder(recipe, model),
+        )
+    if not any(name.endswith(".scales") for name, _ in tree_flatten(model.parameters())):
+        raise ValueError("no weight is as wide as a group")
+    return config
 
 
 def folders() -> list[str]:
