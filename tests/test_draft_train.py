@@ -343,6 +343,29 @@ def test_a_training_keeps_other_files_and_other_processes_out(
     assert [p.name for p in work.iterdir()] == ["precious"]
 
 
+def test_a_streamed_models_embeddings_are_read_for_training(
+    model: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model has a head of its own, so its embeddings are on disk; both tables count in the memory."""
+    theirs, _ = mlx_lm.utils.load_model(model)
+    tables, load, given = [], outcore.load_model, []
+
+    def loaded(*args: Any, **options: Any) -> Any:
+        given.append(options["memory"])
+        return load(*args, **options)
+
+    def trainer(_: Any, table: mx.array, head: mx.array, *__: Any, **___: Any) -> None:
+        tables.extend((table, head))
+        raise UsageError("seen")
+
+    monkeypatch.setattr(outcore, "load_model", loaded)
+    monkeypatch.setattr(command, "Trainer", trainer)
+    assert main([*small, "--model", str(model), "--resident", "1"]) == 2 and "seen" in capsys.readouterr().err
+    assert mx.array_equal(tables[0], theirs.model.embed_tokens.weight)
+    assert mx.array_equal(tables[1], theirs.lm_head.weight)
+    assert given[0] <= 10**9 - sum(table.nbytes for table in tables)
+
+
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\0"])
 def test_files_without_text_are_refused(
     content: bytes, model: Path, small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -364,7 +387,7 @@ def test_files_without_text_are_refused(
         (["--seed", "-1"], "--seed -1"),
         (["--temp", "nan"], "--temp nan"),
         (["--input", "nowhere"], "no such file or folder"),
-        (["--memory", "1MB"], "too small for this model"),
+        (["--memory", "1MB"], "too small to collect"),
         (["--memory", "20MB"], "training this drafter needs"),
         (["--input", __file__, "--output", __file__], "is a file; give a folder"),
     ],

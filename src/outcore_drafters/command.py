@@ -52,6 +52,9 @@ SAVES = 20
 # A disk with less room than this is full.
 LEAST_ROOM = 1 << 20
 
+# Embeddings that are read from disk at a time.
+ROWS_READ = 8192
+
 # Texts in a training step, at most: on a GPU, and on a CPU, whose steps are slow.
 ROWS, CPU_ROWS = 32, 4
 
@@ -178,13 +181,20 @@ class Job:
         """Loads the model with room for as many texts in a pass as the memory allows."""
         options = loading_options(self._args) | {"draft": NONE, "context": PROMPT + self._args.max_tokens}
         options["govern"] = False  # tapped layers stay streamed, or resident
+        if (budget := self._budget()) is not None:
+            options["memory"] = max(1, budget - (beside := _beside(self._folder)))
         for self._together in TOGETHER:
             try:
                 model, _ = outcore.load_model(str(self._folder), **options, batch=self._together)
                 return model
-            except BudgetError:
+            except BudgetError as e:
                 if self._together == TOGETHER[-1]:
-                    raise
+                    if budget is None or e.smallest is None:
+                        raise
+                    least = e.smallest + beside
+                    needs = format_size(least, round_up=True)
+                    why = f"--memory {self._args.memory}: too small to collect this model's states; give {needs}"
+                    raise BudgetError(why, least) from e
         raise AssertionError
 
     def _measure(self, model: Any) -> None:
@@ -196,14 +206,12 @@ class Job:
         self.model_type, self.layers = config["model_type"], len(inner.layers)
         self.positions = own.get("max_position_embeddings", 4096)
         dtype = mx.float32 if on_cpu() else mx.bfloat16
-        self._table = _dense(inner.embed_tokens).astype(dtype)
-        self._head = _dense(text.lm_head).astype(dtype) if "lm_head" in text else self._table
+        own_head = "lm_head" in text
+        self._head = _dense(text.lm_head if own_head else inner.embed_tokens).astype(dtype)
         self._norm = mx.array(inner.norm.weight).astype(mx.float32)
-        mx.eval(self._table, self._head, self._norm)
-        if self._table.ndim != 2 or self._head.shape != self._table.shape:
-            raise BudgetError(
-                "the model's embeddings or output head are not in memory; give more --memory, and leave out --resident"
-            )
+        mx.eval(self._head, self._norm)
+        self._table = _embeddings(inner.embed_tokens, len(self._head)).astype(dtype) if own_head else self._head
+        mx.eval(self._table)
         vocabulary, hidden = self._table.shape
         head_dim = 64 if hidden < 1024 else 128
         heads = max(1, hidden // head_dim)
@@ -319,7 +327,27 @@ class Job:
         return int(min(rows, most))
 
 
+def _beside(folder: Path) -> int:
+    """Returns the bytes beside the model while states are collected: its embeddings and output head as training needs
+    them, and a matrix of that size that is dequantized for a product."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    sizes = config.get("text_config") or config
+    values = sizes.get("vocab_size", 0) * sizes.get("hidden_size", 0)
+    tables = 1 + any(name.endswith("lm_head.weight") for name in open_checkpoint(folder).tensors)
+    return int(values * (4 * tables + 6 if on_cpu() else 2 * tables + 4))
+
+
+def _embeddings(module: nn.Module, tokens: int) -> mx.array:
+    """Returns the embeddings of the first ``tokens`` ids, which a streamed model reads from disk."""
+    parts = [module(mx.arange(at, min(at + ROWS_READ, tokens))) for at in range(0, tokens, ROWS_READ)]
+    for part in parts:
+        mx.eval(part)
+    return mx.concatenate(parts)
+
+
 def _dense(module: nn.Module) -> mx.array:
+    if module.weight.ndim != 2:  # its place is empty
+        raise BudgetError("the model's output head is not in memory; give more --memory, and leave out --resident")
     if "scales" in module:
         made: mx.array = mx.dequantize(
             module.weight, module.scales, module.get("biases"), module.group_size, module.bits, mode=module.mode
