@@ -22,12 +22,13 @@ from ..engine.binding import Progress
 from ..engine.model_profile import Rounding
 from ..engine.resident_layers import DroppableDraft
 from ..engine.session import Folders, Session, closed_sessions
-from ..errors import StoreSpaceError
+from ..errors import StoreSpaceError, UnsupportedModelError
 from ..machine.allocator import clear_cache
 from ..machine.device import on_cpu
 from ..options import LoadOptions, chosen
 from ..plan.joint_plan import AUTO, NGRAM, NONE
 from .media import media_reader
+from .opening import no_text, options_for
 from .prefix_cache import prefix_cache
 from .preparation import Preparation, prepare
 from .speculative.drafting import Drafting
@@ -87,6 +88,8 @@ def load_with_tokenizer(
     progress: Progress | None = None,
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
     require_tokenizer(folder)  # before the weights are read
+    if why := no_text(folder):
+        raise UnsupportedModelError(f"{folder}: {why}")
     model, config = load_model(folder, options, progress=progress)
     try:
         extra = {"trust_remote_code": options.trust_remote_code, **(tokenizer_config or {})}
@@ -155,6 +158,7 @@ def notebook_bar() -> Progress:
 
 
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
+    o = options_for(Path(model_path), o)
     if o.ranks is not None:
         o = o.ranks.options(o)
     prepared = prepare(model_path, o)

@@ -12,9 +12,23 @@ from ..engine.whole_profile import check_experts, profile_of
 from ..errors import called
 from ..machine.device import COMPUTE_DTYPES
 from ..options import LoadOptions
+from ..packages import modules
 from ..plan.cache_size import STATES
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import LOGITS_SHARE, ModelSize
+
+
+def options_for(folder: Path, o: LoadOptions) -> LoadOptions:
+    """Returns the options as packages of the group ``model_types`` change them for this model (``load_options``)."""
+    for package in modules("model_types").values():
+        o = getattr(package, "load_options", lambda _, given: given)(folder, o)
+    return o
+
+
+def no_text(folder: Path) -> str:
+    """Returns what a model does instead of writing text, as packages say (``no_text``); empty if it writes text."""
+    found = (getattr(package, "no_text", lambda _: "")(folder) for package in modules("model_types").values())
+    return next(filter(None, found), "")
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,8 @@ class Opening:
             size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
         if o.sequences == 1 and o.batch is None and size.kept_apart:
             size = replace(size, kv_disk=kv_disk(o.kv_disk, called("kv_disk")))
-        return replace(profile, size=size)
+        resized = getattr(lazy.model, "outcore_sized", None)  # a package's model that passes otherwise than a text
+        return replace(profile, size=size if resized is None else resized(size))
 
 
 def _in_batches(size: ModelSize, sequences: int, length: int) -> ModelSize:

@@ -35,7 +35,7 @@ from ..plan.planner import ASSUMED, make_plan, resident_budget
 from ..plan.workload import Workload, for_sequences
 from ..sizes import format_size
 from .budget import asked_budget
-from .opening import Opening
+from .opening import Opening, options_for
 from .rounding import rows_differ
 from .speculative.sources import DraftSource, draft_sources, parse_draft, with_draft
 
@@ -188,7 +188,7 @@ def prepare(
     o = chosen(options, arguments)
     if options is None and "draft" not in arguments:
         o = replace(o, draft=NONE)
-    ranks: Ranks | None = o.ranks
+    o, ranks = options_for(Path(model_path), o), cast(Ranks | None, o.ranks)
     if ranks is not None:
         o = ranks.options(o)
     budget, folder = asked_budget(o.memory), Path(model_path)

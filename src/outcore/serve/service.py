@@ -17,6 +17,7 @@ from ..checkpoint.positions import longest_context, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.loader import load_model
 from ..decode.media import media_reader
+from ..decode.opening import no_text
 from ..engine.session import Session
 from ..engine.transport import Forecast
 from ..errors import LinkError, OutcoreError, RequestError
@@ -217,6 +218,8 @@ class ModelService:
 
     def _prepare(self, model: Offered, request: GenerationRequest, most: int | None) -> Prompt:
         if model.name not in self._prompters:
+            if why := no_text(model.folder):
+                raise RequestError(f"{model.name} {why}", "unsupported_model", param="model")
             options: dict[str, Any] = {"trust_remote_code": True} if self.options.load.trust_remote_code else {}
             if model.template is not None:
                 options["chat_template"] = model.template  # mlx-lm chooses the tool parser by it

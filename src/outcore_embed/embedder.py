@@ -1,0 +1,234 @@
+"""Computes vectors and ratings: the passes of a batch of texts share one reading of the streamed weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import generation_stream
+
+from outcore.checkpoint.find_model import require_tokenizer, resolve_model
+from outcore.decode.loader import load_model
+from outcore.decode.passes import Pass, generating, run_passes
+from outcore.engine.session import Session
+from outcore.errors import BudgetError, UnsupportedModelError, UsageError
+from outcore.options import LoadOptions
+from outcore.plan.planner import make_plan
+
+from .kinds import EMBED, RERANK, TASK, task_of
+from .texts import Encoded, TextReader, passes_of, readings_of
+
+# Most tokens that share a reading of the weights, as passes of the planned length.
+MOST_PASSES = 256
+
+# Of numbers of tokens for which texts are computed at least this share as fast as with the best one, the one with which
+# least is read is taken.
+WORTH = 0.99
+
+Vector = np.ndarray[Any, np.dtype[np.float32]]
+
+
+class Embedder:
+    """Computes with a loaded model; only the thread that loaded it may call it.
+
+    Args:
+        pad, left, filled: as in ``TextReader``.
+    """
+
+    def __init__(self, model: nn.Module, pad: int, left: bool, filled: bool = True) -> None:
+        self._model, self._pad, self._left, self._filled = model, pad, left, filled
+        self.session: Session = model.outcore
+        self._planned: dict[int, int] = {}
+
+    @property
+    def pass_tokens(self) -> int:
+        return self.session.plan.prefill_step
+
+    def reading_tokens(self, waiting: int) -> int:
+        """Returns how many tokens share a reading, of ``waiting`` ones: as many as the plan predicts to be fastest.
+
+        More tokens hide the disk behind the computing, but their hidden states displace resident layers.
+        """
+        session, step = self.session, self.pass_tokens
+        if not session.plan.streams:
+            return step
+        most = min(MOST_PASSES, -(-waiting // step))
+        at = 1 << (most - 1).bit_length()
+        if at not in self._planned:
+            size, budget, known = session.size, session.plan.budget_bytes, session.residency.calibration
+            found: list[tuple[float, float, int]] = [(0.0, 0.0, step)]
+            for tokens in (step << n for n in range(at.bit_length())):
+                with suppress(BudgetError):
+                    plan = make_plan(replace(size, prompt=tokens), budget, calibration=known, prefill_step=step)
+                    found.append((tokens / max(plan.ttft_s, 1e-9), plan.bytes_per_token / tokens, tokens))
+            fastest = max(rate for rate, _, _ in found)
+            self._planned[at] = min(each[1:] for each in found if each[0] >= fastest * WORTH)[1]
+        return self._planned[at]
+
+    def reserve(self, texts: Sequence[Encoded]) -> None:
+        """Makes room for these texts in one reading: resident layers go if there is none.
+
+        Raises:
+            BudgetError: a text is too long for the budget.
+        """
+        size, step = self.session.size, self.pass_tokens
+        longest, tokens = max(len(t.ids) for t in texts), sum(len(t.ids) for t in texts)
+        step = max(step, longest)
+        wanted = max(size.prompt, -(-tokens // step) * step)
+        if longest <= size.context and wanted <= size.prompt:
+            return
+        larger = replace(size, context=max(size.context, longest), prompt=wanted)
+        try:
+            self.session.residency.accommodate(larger, [step])
+        except BudgetError as e:
+            if longest <= size.context and len(texts) > 1:
+                return  # the passes then share as many readings as they need
+            raise BudgetError(f"a text of {longest} tokens: {e}", e.smallest) from None
+        self._planned.clear()
+
+    def run(self, texts: Sequence[Encoded]) -> list[Vector]:
+        """Returns each text's vector, or one for each of its tokens, or its rating: one reading of the weights."""
+        self.reserve(texts)
+        session = self.session
+        groups = passes_of([len(t.ids) for t in texts], self.pass_tokens, filled=self._filled)
+        passes = [
+            Pass(partial(self._call, *self._arrays([texts[n] for n in group])), len(group) * len(texts[group[-1]].ids))
+            for group in groups
+        ]
+        found: dict[int, Vector] = {}
+        done = 0
+
+        def keep(_: int, outputs: Sequence[mx.array]) -> None:
+            nonlocal done
+            for out in outputs:
+                mx.eval(out)
+                rows = np.array(out.astype(mx.float32))
+                found.update((n, self._own(rows[i], len(texts[n].ids))) for i, n in enumerate(groups[done]))
+                done += 1
+
+        with generating(self._model), mx.stream(generation_stream):
+            session.before_pass()
+            outputs = run_passes(session, passes, range(len(passes)), keep, prompts=len(passes))
+            keep(0, outputs[done:])
+        return [found[n] for n in range(len(texts))]
+
+    def _own(self, row: Vector, length: int) -> Vector:
+        if row.ndim == 1:
+            return row
+        return row[-length:] if self._left else row[:length]
+
+    def _arrays(self, texts: Sequence[Encoded]) -> tuple[mx.array, mx.array, mx.array | None]:
+        width = max(len(t.ids) for t in texts)
+        ids = np.full((len(texts), width), self._pad, np.int64)
+        mask, types = np.zeros_like(ids), np.zeros_like(ids)
+        for n, text in enumerate(texts):
+            at = slice(width - len(text.ids), width) if self._left else slice(0, len(text.ids))
+            ids[n, at], mask[n, at] = text.ids, 1
+            if text.types is not None:
+                types[n, at] = text.types
+        told = mx.array(types) if any(t.types is not None for t in texts) else None
+        return mx.array(ids), mx.array(mask), told
+
+    def _call(self, ids: mx.array, mask: mx.array, types: mx.array | None) -> mx.array:
+        out: mx.array = self._model(ids, mask=mask, types=types)
+        return out
+
+
+class LoadedEmbedder:
+    """A model with its tokenizer: vectors of texts, or ratings of documents."""
+
+    def __init__(self, embedder: Embedder, reader: TextReader) -> None:
+        self.embedder, self.reader = embedder, reader
+
+    def vectors(
+        self, encoded: Sequence[Encoded], progress: Callable[[int, int], object] = lambda done, total: None
+    ) -> list[Vector]:
+        found, left = list[Vector](), sum(len(t.ids) for t in encoded)
+        progress(0, len(encoded))
+        for some in readings_of(encoded, self.embedder.reading_tokens(left) if encoded else 1):
+            found += self.embedder.run(some)
+            progress(len(found), len(encoded))
+        return found
+
+    def embed(self, texts: Sequence[str], dimensions: int | None = None) -> Any:
+        """Returns float32 vectors, (texts, width); for a model with a vector for each token a list of (tokens, width).
+
+        Args:
+            dimensions: keep so many numbers of each vector and bring it to length 1 again, for models trained for that.
+        """
+        found = [shortened_to(v, dimensions) for v in self.vectors(self.reader.encode(texts))]
+        return found if found and found[0].ndim > 1 else np.array(found, np.float32)
+
+    def rerank(self, query: str, documents: Sequence[str], instruction: str | None = None) -> list[float]:
+        """Returns how well each document answers the query, between 0 and 1."""
+        return [float(v[0]) for v in self.vectors(self.reader.pairs(query, documents, instruction))]
+
+    def close(self) -> None:
+        self.embedder.session.close()
+
+    def __enter__(self) -> LoadedEmbedder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def shortened_to(vector: Vector, dimensions: int | None) -> Vector:
+    """Returns the first ``dimensions`` numbers of a vector, of length 1 again; None: all of it."""
+    width = vector.shape[-1]
+    if dimensions is None or dimensions == width:
+        return vector
+    if not 0 < dimensions <= width:
+        raise UsageError(f"dimensions {dimensions}: this model's vectors have {width} numbers")
+    short = vector[..., :dimensions]
+    return short / np.maximum(np.linalg.norm(short, axis=-1, keepdims=True), 1e-9)
+
+
+def load(
+    path_or_hf_repo: str | os.PathLike[str],
+    *,
+    rerank: bool | None = None,
+    revision: str | None = None,
+    progress: Any = None,
+    **options: Any,
+) -> LoadedEmbedder:
+    """Loads an embedding or reranking model so that it runs within a memory budget.
+
+    Args:
+        rerank: load it to rate documents; None: as its folder says.
+        options: fields of ``outcore.LoadOptions``, such as ``memory``; ``context`` is the longest text in tokens.
+
+    Raises:
+        BudgetError: the budget is too small; the error names the smallest that works.
+        UnsupportedModelError: it is no such model, or mlx-vlm is not installed.
+    """
+    folder = resolve_model(path_or_hf_repo, revision)
+    require_tokenizer(folder)
+    task = task_of(folder) or EMBED if rerank is None else RERANK if rerank else EMBED
+    reader = TextReader(folder, task, trust_remote_code=bool(options.get("trust_remote_code")))
+    return open_embedder(folder, reader, LoadOptions(**options), progress)
+
+
+def open_embedder(folder: Path, reader: TextReader, o: LoadOptions, progress: Any = None) -> LoadedEmbedder:
+    """Loads a model whose tokenizer is open. Raises as ``load``."""
+    if not reader.kind:
+        what = "rates no documents" if reader.task == RERANK else "makes no vectors"
+        raise UnsupportedModelError(f"{folder}: {what}: mlx-vlm has no such model of this type")
+    model, _ = load_model(
+        folder, replace(o, model_config={**(o.model_config or {}), TASK: reader.task}), progress=progress
+    )
+    return LoadedEmbedder(embedder_of(model, reader), reader)
+
+
+def embedder_of(model: nn.Module, reader: TextReader) -> Embedder:
+    if reader.task == RERANK and hasattr(model, "language_model"):
+        model.__dict__["answers"] = reader.answers
+    return Embedder(model, reader.pad, reader.left, reader.filled)
