@@ -150,7 +150,7 @@ class ImageReader:
         made = self._made(self.mark, [given], special=False)
         ids = made.pop("input_ids")[0]
         made.pop("attention_mask", None)
-        self.placeholder = made.get("image_token_index", self.placeholder)
+        self.placeholder = int(made.pop("image_token_index", self.placeholder))
         places = np.flatnonzero(ids == self.placeholder)
         if not len(places):
             raise PromptError("images: the model's processor makes no tokens of an image")
@@ -164,10 +164,13 @@ class ImageReader:
         from mlx_vlm.utils import prepare_inputs
 
         try:
-            made = prepare_inputs(
-                self.processor, images=list(images), prompts=[text], image_token_index=self.placeholder,
-                add_special_tokens=special,
-            )  # fmt: skip
+            try:
+                made = prepare_inputs(
+                    self.processor, images=list(images), prompts=[text], image_token_index=self.placeholder,
+                    add_special_tokens=special,
+                )  # fmt: skip
+            except ValueError:  # LLaVA's takes no other arguments
+                made = self.processor(images=list(images), text=[text])
             found = {name: _arrays(value) for name, value in made.items() if value is not None}
         except Exception as e:  # mlx-vlm's processors raise what they like
             raise PromptError(f"images: the model's processor refuses this: {one_line(e)}") from e

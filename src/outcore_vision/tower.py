@@ -63,6 +63,7 @@ class Tower:
         with random_state_kept():
             weights = self._weights()
             self._quantize(weights)
+        whole.eval()  # without dropout
         mine = {p: a for p, a in named_parameters(whole) if p.startswith(self._gone)}
         if missing := sorted(p for p, a in mine.items() if p not in weights or weights[p].shape != a.shape):
             names = ", ".join(missing[:3])

@@ -81,7 +81,67 @@ def write(folder: Path, name: str, said: Config) -> None:
     (folder / name).write_text(json.dumps(said))
 
 
+def gemma3(folder: Path) -> Config:
+    found = config_of("gemma3")
+    found |= {"image_token_index": IDS["<image_soft_token>"], "pad_token_id": IDS["<pad>"]}
+    found["text_config"] |= {"mm_tokens_per_image": 4, "sliding_window": 16, "sliding_window_pattern": 2}
+    found["vision_config"] |= {"model_type": "siglip_vision_model", "image_size": 56, "num_hidden_layers": 3}
+    names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    save_tokenizer(folder, "<start_of_image>", **names)
+    sides = {"height": 56, "width": 56}
+    write(folder, "preprocessor_config.json", {"image_processor_type": "Gemma3ImageProcessor", "size": sides})
+    write(folder, "processor_config.json", {"image_seq_length": 4})
+    return found
+
+
+def pixtral(folder: Path) -> Config:
+    found = config_of("pixtral")
+    found |= {"image_token_index": IDS["[IMG]"]}
+    found["vision_config"] |= {"head_dim": 32, "num_hidden_layers": 3, "image_size": 70}
+    save_tokenizer(folder, "[IMG]")
+    sizes = {"patch_size": {"height": 14, "width": 14}, "size": {"longest_edge": 70}}
+    write(folder, "preprocessor_config.json", sizes)
+    write(folder, "processor_config.json", {"patch_size": 14})
+    return found
+
+
+def internvl(folder: Path) -> Config:
+    found = config_of("internvl_chat")
+    found |= {"image_token_index": IDS["<IMG_CONTEXT>"], "force_image_size": 56, "max_dynamic_patch": 4}
+    found["vision_config"] |= {"image_size": 56, "num_hidden_layers": 3}
+    save_tokenizer(folder, "<image>\n")
+    write(folder, "preprocessor_config.json", {})
+    return found
+
+
+def llava(folder: Path) -> Config:
+    found = config_of("llava")
+    found |= {"image_token_index": IDS["<image>"]}
+    found["vision_config"] |= {"image_size": 56, "num_hidden_layers": 3}
+    save_tokenizer(folder, "<image>\n", image_token="<image>")
+    sides = {"height": 56, "width": 56}
+    sizes = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 56}, "crop_size": sides}
+    write(folder, "preprocessor_config.json", sizes)
+    said = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    write(folder, "processor_config.json", said | {"image_token": "<image>"})
+    return found
+
+
+MARKS = {
+    "gemma3": "<start_of_image>", "pixtral": "[IMG]", "internvl_chat": "<image>\n", "llava": "<image>\n",
+}  # fmt: skip
+
+
+def prompt_of(kind: str, images: int, question: str = "what is it?") -> str:
+    mark = MARKS.get(kind, QWEN_MARK)
+    return f"<|im_start|>user\n{mark * images}{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
 FAMILIES: dict[str, Callable[[Path], Config]] = {
+    "gemma3": gemma3,
+    "internvl_chat": internvl,
+    "llava": llava,
+    "pixtral": pixtral,
     "qwen2_5_vl": qwen("qwen2_5_vl", 14),
     "qwen3_vl": qwen("qwen3_vl", 16),
     "qwen3_vl_moe": qwen("qwen3_vl_moe", 16),
@@ -120,7 +180,10 @@ def theirs(folder: Path, prompt: str, images: list[Any], tokens: int) -> tuple[l
     processor: Any = load_processor(folder, add_detokenizer=False)
     if (own := load_image_processor(folder)) is not None:
         processor.image_processor = own
-    inputs = prepare_inputs(processor, images=images, prompts=[prompt], add_special_tokens=False)
+    try:
+        inputs = dict(prepare_inputs(processor, images=images, prompts=[prompt], add_special_tokens=False))
+    except ValueError:  # LLaVA's takes no other arguments
+        inputs = dict(processor(images=images, text=[prompt]))
     ids, pixels, mask = inputs.pop("input_ids"), inputs.pop("pixel_values"), inputs.pop("attention_mask")
     given = {k: v for k, v in inputs.items() if v is not None}
     found, scores = [], []
