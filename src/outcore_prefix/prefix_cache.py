@@ -128,6 +128,27 @@ class StoredPrompts:
         self.blocks.touch([name])
         return name
 
+    # Other results for prompts, such as features of images, by what they were made of.
+
+    def has_arrays(self, key: bytes) -> bool:
+        return self.blocks.has(self._name_of_arrays(key))
+
+    def arrays(self, key: bytes) -> dict[str, mx.array] | None:
+        name = self._name_of_arrays(key)
+        if (block := self.blocks.read(name)) is None:
+            return None
+        self.blocks.touch([name])
+        return block.arrays
+
+    def keep_arrays(self, key: bytes, arrays: Mapping[str, mx.array]) -> None:
+        size = sum(a.nbytes for a in arrays.values())
+        if self.blocks.has_room(size):
+            self.blocks.drop(size)
+            self.blocks.write(self._name_of_arrays(key), arrays)
+
+    def _name_of_arrays(self, key: bytes) -> str:
+        return _digest(self._begin, b"arrays", key).hex() + ".arrays"
+
     def _name_of(self, tokens: Sequence[int]) -> str:
         return _digest(self._begin, b"conversation", np.asarray(tokens, np.int32).tobytes()).hex() + ".conversation"
 

@@ -6,6 +6,8 @@ stays; features are kept by the image's content.
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
@@ -16,10 +18,12 @@ import numpy as np
 
 from outcore.engine.session import Session
 from outcore.errors import CheckpointError, UnsupportedModelError
-from outcore.machine.allocator import clear_cache
+from outcore.machine.allocator import clear_cache, note_held
 from outcore.machine.interrupts import check
 from outcore.machine.random_state import random_state_kept
 from outcore.modules.layers import named_modules, named_parameters
+
+from .kept import KeptFeatures
 
 if TYPE_CHECKING:
     from .media import Image
@@ -45,7 +49,7 @@ class Tower:
     """What makes features of images for a ``TextModel`` that is loaded.
 
     Attributes:
-        runs: how often it has been computed, for tests and ``doctor``.
+        runs: how often it has been computed.
     """
 
     def __init__(self, model: Any) -> None:
@@ -57,7 +61,9 @@ class Tower:
         self._session: Session = model.outcore
         self._checkpoint = self._session.profile.lazy.checkpoint
         self._arch, self._config, self._whole, self._gone = model.arch, config, whole, model.__dict__[text_model.GONE]
-        self.runs = 0
+        self.runs, self.kept = 0, KeptFeatures(self._session.prefix)
+        said = inspect.getsource(model.arch.Model.get_input_embeddings)
+        self._layers_kept = 0  # of blocks' outputs, how many are kept until the last one
         path = next(path for path, module in named_modules(model) if module is model.language_model)
         _replace(whole, path, model.language_model)
         with random_state_kept():
@@ -69,11 +75,14 @@ class Tower:
             names = ", ".join(missing[:3])
             raise CheckpointError(f"{self._checkpoint.folder}: without the weights that images need, such as {names}")
         self._blocks = [block for blocks in _lists(whole, self._gone) for block in blocks]
+        if "output_hidden_states=True" in said:
+            self._layers_kept = len(self._blocks) + 1
         for n, (_, block) in enumerate(self._blocks):
             block.__class__ = _streamed(cast(Any, type(block)))
             block.__dict__[PLACE] = self, n
         self._sizes = {p: weights[p].nbytes for p in mine}
-        self._widths = [max(weights[p].shape) for p in mine if weights[p].ndim > 1]
+        begins = tuple(f"{path}." for path, _ in self._blocks)
+        self._shapes = [tuple(weights[p].shape) for p in mine if p.startswith(begins) and weights[p].ndim > 1]
         self._loaded: dict[str, mx.array] = {}
         self._put({p: mx.zeros((0,), weights[p].dtype) for p in mine})
 
@@ -118,6 +127,7 @@ class Tower:
         try:
             out = run()
             mx.eval(out)
+            note_held()
         finally:
             self._put({path: mx.zeros((0,), array.dtype) for path, array in mine.items()})
             for path in mine:
@@ -130,6 +140,8 @@ class Tower:
     def features(self, image: Image) -> dict[str, mx.array]:
         """Returns ``rows`` (places, hidden) of the prompt's embeddings, and ``deep 0`` and so on, what is added to
         them after the first layers."""
+        if (kept := self.kept.find(image.digest)) is not None:
+            return kept
         self._loaded = self._weights()
         blocks = tuple(f"{path}." for path, _ in self._blocks)
         rest = {path: array for path, array in self._loaded.items() if not path.startswith(blocks)}
@@ -141,6 +153,7 @@ class Tower:
             self._put({path: mx.zeros((0,), array.dtype) for path, array in rest.items()})
             self._loaded = {}
             clear_cache()
+        self.kept.keep(image.digest, found)
         return found
 
     def _computed(self, image: Image) -> dict[str, mx.array]:
@@ -173,8 +186,34 @@ class Tower:
         return UnsupportedModelError(f"{self._arch.__name__}: images of this type are not read: {why}")
 
     def room(self, images: Sequence[Image], tokens: int) -> int:
-        """Returns the bytes that ``features`` of these images, one after the other, and a prompt's embeddings take."""
-        return 0
+        """Returns the bytes that ``features`` of these images, one after the other, and the embeddings of a prompt's
+        last ``tokens`` tokens take."""
+        text: Any = getattr(self._config, "text_config", self._config)
+        row = 4 * int(text.hidden_size)
+        deep = len(getattr(self._config.vision_config, "deepstack_visual_indexes", None) or ())
+        held = 3 * tokens * row + sum(len(image.places) for image in images) * row * (2 + 2 * deep)
+        new = [image for image in images if not self.kept.has(image.digest)]
+        return held + max((self._run_bytes(image) for image in new), default=0)
+
+    def _run_bytes(self, image: Image) -> int:
+        """Returns the bytes that features of an image take while they are computed, beside what they are: weights that
+        are not in blocks and those of three blocks, and what a block makes of the image. Attention is counted as if
+        all scores were in memory at a time, as on the CPU."""
+        vision: Any = self._config.vision_config
+        sizes = [sum(n for p, n in self._sizes.items() if p.startswith(f"{path}.")) for path, _ in self._blocks]
+        weights = sum(self._sizes.values()) - sum(sizes) + 3 * max(sizes, default=0)
+        pixels = image.inputs["pixel_values"]
+        arrays = [np.asarray(each) for each in (pixels if isinstance(pixels, list) else [pixels])]
+        count = sum(a.size for a in arrays)
+        side = getattr(vision, "patch_size", 14)
+        side = max(side) if isinstance(side, list | tuple) else side
+        flat = arrays[0].ndim <= 3 and arrays[0].shape[-1] % (3 * side * side) == 0  # cut into patches already
+        patches = count // arrays[0].shape[-1] if flat else -(-count // (3 * side * side))
+        tiles = 1 if flat else max(1, count // (3 * arrays[0].shape[-1] * arrays[0].shape[-2]))
+        heads = getattr(vision, "num_attention_heads", None) or getattr(vision, "num_heads", 16)
+        widths = [n for shape in self._shapes for n in shape] or [1024]
+        states = self._layers_kept * Counter(widths).most_common(1)[0][0]
+        return weights + 8 * count + 4 * patches * (6 * max(widths) + states + (2 * heads + 1) * -(-patches // tiles))
 
 
 def _arrays(value: Any) -> Any:
@@ -209,9 +248,8 @@ def _lists(whole: nn.Module, inside: tuple[str, ...]) -> Iterator[list[tuple[str
         else:
             return
         for there, each in items:
-            if not path.startswith(inside) and not any(i.startswith(f"{there}.") or f"{there}." == i for i in inside):
-                continue
-            yield from search(there, each)
+            if f"{there}.".startswith(inside) or any(i.startswith(f"{there}.") for i in inside):
+                yield from search(there, each)
 
     yield from search("", whole)
 

@@ -25,7 +25,7 @@ from ..machine.exclusive import pass_on, served
 from ..modules.cache_check import check_cache
 from ..modules.cache_rollback import snapshot_bytes
 from ..modules.hooks import caches_in
-from .media import TEXT_ONLY, plain, read_images
+from .media import TEXT_ONLY, Media, plain, read_images
 from .passes import MLX_LM_STEP, KvBits, generating
 from .prefix_cache import block_step, look_up, room_to_record
 from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds, note_length
@@ -130,8 +130,7 @@ def _stream(
     session.bind_again()
     check_cache(session.forms, kwargs.get("prompt_cache"))
     check_ids(mx.array(plain(media, cast(list[int], ids.tolist()))) if media else ids, session, "the prompt")
-    request, step = _request(model, session, ids, max_tokens, kwargs)
-    request = replace(request, media=media)
+    request, step = _request(model, session, ids, max_tokens, kwargs, media)
     drafted = kwargs.get("num_draft_tokens")
     drafted = None if drafted is None else check_draft_length(drafted)
     detokenizer = tokenizer.detokenizer
@@ -199,7 +198,12 @@ def _tokens(
 
 
 def _request(
-    model: nn.Module, session: Session, ids: mx.array, max_tokens: int, kwargs: dict[str, Any]
+    model: nn.Module,
+    session: Session,
+    ids: mx.array,
+    max_tokens: int,
+    kwargs: dict[str, Any],
+    media: Media | None,
 ) -> tuple[Request, int]:
     """Reserves memory, looks the prompt up in the prefix cache, and returns the request and the prompt tokens per
     chunk; ``kwargs`` are ``stream_generate``'s."""
@@ -217,6 +221,7 @@ def _request(
     bound = kept_at_most(model, given, window, min(length, theirs))
     room = before + length + 1 if bound is None else min(before + length + 1, bound)
     kept = 0 if given is None else max(snapshot_bytes(given), session.size.states)
+    kept += 0 if media is None else media.room(model, 0)
     alone = _alone(kwargs, theirs, bound)
     records = True
 
@@ -247,8 +252,9 @@ def _request(
     limit = ENDLESS if max_tokens < 0 else max_tokens
     processors = tuple(kwargs.get("logits_processors") or ())
     request = Request(
-        0, tokens, limit, kwargs.get("sampler"), processors, cache=cache, cached=cached, scores=True, alone=alone
-    )
+        0, tokens, limit, kwargs.get("sampler"), processors, cache=cache, cached=cached, scores=True, alone=alone,
+        media=media,
+    )  # fmt: skip
     return request, step
 
 

@@ -374,7 +374,8 @@ class Scheduler:
         if media is None:
             return lambda: None
         held = max(len(request.earlier), cached_tokens(request.cache or ()) - cached.tokens) + cached.tokens
-        nbytes = media.room(self._model, held)
+        alone = self._room is None  # it has room already
+        nbytes = media.room(self._model, 0 if alone else held)
 
         def resize(more: int) -> ModelSize:
             if self._room is not None:
@@ -386,7 +387,7 @@ class Scheduler:
             if nbytes and not session.closed:
                 session.residency.release(resize(-nbytes))
 
-        if nbytes and not session.closed:
+        if nbytes and not alone:
             session.residency.accommodate(resize(nbytes), [session.plan.prefill_step])
         try:
             media.open(self._model, held, request.tokens)

@@ -155,7 +155,7 @@ class Residency:
 
     def _refusal(self, larger: ModelSize, tokens: int, prompt: int, kept: int, step: int) -> BudgetError:
         of_these = f", {prompt} of them a prompt's" if prompt > 1 else ""
-        of_these += ", continuing a prompt cache," if kept else "," if of_these else ""
+        of_these += ", with a prompt cache or images," if kept else "," if of_these else ""
         smallest = None
         try:
             another(self.session, replace(larger, drafted=0), 1, for_context=True, prefill_step=step)
