@@ -94,7 +94,8 @@ def _details(card: ModelCard) -> dict[str, Any]:
 
 
 def _capabilities(card: ModelCard) -> list[str]:
-    return ["completion", *(["tools"] if card.tools else []), *(["thinking"] if card.thinking else [])]
+    more = {"vision": card.images, "tools": card.tools, "thinking": card.thinking}
+    return ["completion", *(name for name, has in more.items() if has)]
 
 
 def _length(card: ModelCard, name: str) -> int:

@@ -6,12 +6,15 @@ mlx-vlm is an extra and takes seconds to import, so this module imports it only 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
+from mlx_lm.utils import MODEL_REMAPPING
 
 from outcore.errors import UnsupportedModelError
+from outcore.modules.mlx_lm_compat import MODEL_TYPES
 
 from .names import FOLDERS, RENAMED
 
@@ -38,6 +41,17 @@ def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type] | None:
         return text_classes(folder)
     except (AttributeError, ImportError) as e:  # another version, or not all of it
         raise UnsupportedModelError(f"model type {kind} {NEEDS} (what is installed fails: {e})") from e
+
+
+def folder_of(config: Mapping[str, Any]) -> str | None:
+    """Returns mlx-vlm's folder of a model that is made by this package, without importing it; None: it is not."""
+    kind, models = str(config.get("model_type", "")).lower(), _models()
+    folder = RENAMED.get(kind, kind)
+    if models is None or not folder.isidentifier() or not (models / folder / "__init__.py").exists():
+        return None
+    own = config.get(MODEL_TYPES) is not None
+    theirs = importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}") is not None
+    return folder if own or not theirs else None
 
 
 def _models() -> Path | None:

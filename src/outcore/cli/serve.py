@@ -25,6 +25,7 @@ from ..serve import requests
 from ..serve.access import Access, local_names
 from ..serve.api import Defaults
 from ..serve.app import all_apis, application
+from ..serve.connection import ClientLimits
 from ..serve.events import Sampling
 from ..serve.server import Deadline, Server, listen, url
 from ..serve.site import Site
@@ -42,6 +43,9 @@ DAY_S = 86400.0
 KEEP_S = 300.0
 
 KEY_BYTES = 4096
+
+# Of a request to a model that takes images: what Anthropic's API allows.
+IMAGES_BYTES = 32_000_000
 
 
 def run(args: argparse.Namespace) -> None:
@@ -62,7 +66,9 @@ def run(args: argparse.Namespace) -> None:
         service = stack.enter_context(closing(open_service(args, names)))
         if service.forecast is not None:
             tell(service.forecast.line)
-        site = Site(args.preset.service(service), all_apis(), defaults=defaults)
+        large = any(card.images for card in service.models())
+        limits = ClientLimits(body_bytes=IMAGES_BYTES) if large else None
+        site = Site(args.preset.service(service), all_apis(), limits, defaults)
         site.journal = tell
         address = url(args.host, sockets)
         models = [card.name for card in service.models()]
@@ -202,4 +208,5 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
         most_context=None if args.max_context is None else whole("--max-context", args.max_context),
         draft_tokens=draft_tokens(args).get("num_draft_tokens"),
         secret=key_of(args),
+        remote_images=args.allow_remote_images,
     )

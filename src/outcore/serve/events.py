@@ -189,6 +189,7 @@ class ModelCard:
         context: length in tokens that it was made for; None: its configuration does not say.
         template: text of its chat template.
         digest: 64 hexadecimal digits made from its folder and its files' sizes and times.
+        images: most ``pixels`` and ``bytes`` of an image, and their ``count`` in a request; empty: it reads text only.
     """
 
     name: str
@@ -206,6 +207,7 @@ class ModelCard:
     thinking: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     digest: str = ""
+    images: Mapping[str, int] = field(default_factory=dict)
 
 
 # Value of ``Retry-After`` for requests that are refused because the server is busy, in seconds.

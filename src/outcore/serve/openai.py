@@ -347,9 +347,10 @@ def model(http: HttpRequest) -> dict[str, Any]:
 
 def _model(card: ModelCard) -> dict[str, Any]:
     """``max_model_len`` is vLLM's field for the context, ``meta`` is llama.cpp's."""
+    more = {"input_modalities": ["text", "image"], "images": card.images} if card.images else {}
     meta = {"n_ctx_train": card.context, "n_params": card.parameters, "size": card.nbytes}
     return {"id": card.name, "object": "model", "created": card.created, "owned_by": "outcore",
-            "max_model_len": card.context, "loaded": card.loaded, "meta": meta}  # fmt: skip
+            "max_model_len": card.context, "loaded": card.loaded, "meta": meta, **more}  # fmt: skip
 
 
 ROUTES = tuple(

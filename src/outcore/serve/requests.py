@@ -215,9 +215,9 @@ Message = dict[str, Any]
 # Types of content parts that contain text.
 TEXT = ("text", "input_text", "output_text", "refusal")
 
-# Readers of a user's other content parts, such as images, by type. A package adds a function of the part and its path,
-# which returns a part for the chat template and the package's service. A message with such a part keeps a list of parts
-# as its content.
+# Readers of a user's other content parts, such as images, by type: a server of a model that takes them adds those of
+# packages (``READERS`` of the group ``parts``). Given the part and its path, one returns a part for the chat template,
+# which the package makes ``ready`` before. A message with such a part keeps a list of parts as its content.
 OPAQUE: dict[str, Callable[[dict[str, Any], str], Any]] = {}
 
 

@@ -24,7 +24,9 @@ from ..errors import LinkError, OutcoreError, RequestError
 from ..machine.allocator import note_held, peak_held
 from ..modules.mlx_lm_tokenizer import set_chat_template
 from ..options import LoadOptions
+from ..packages import modules
 from ..text import one_line
+from . import requests
 from .choice import AnswerChoice, as_request_error
 from .engine_thread import EngineThread, too_many
 from .events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard, shutting_down
@@ -49,6 +51,7 @@ class ServiceOptions:
         most_context: limit of a prompt and its answer together, in tokens; None: what the model was made for.
         draft_tokens: limit of proposed tokens for a forward pass; None: chosen while the model runs.
         secret: the API key, if any; cached prompts are found only by servers with the same key.
+        remote_images: images that requests name by address are fetched.
     """
 
     load: LoadOptions = field(default_factory=LoadOptions)
@@ -59,6 +62,7 @@ class ServiceOptions:
     most_context: int | None = None
     draft_tokens: int | None = None
     secret: str | None = field(default=None, repr=False)
+    remote_images: bool = False
 
 
 class ModelService:
@@ -81,6 +85,9 @@ class ModelService:
         self._reader = ThreadPoolExecutor(1, "outcore-prompts")
         self._closing = False
         self._unread = 0  # choices whose prompts are not tokenized yet
+        if any(card.images for card in self.models()):
+            for package in modules("parts").values():
+                requests.OPAQUE.update(package.READERS)
         own = self.options
         self.engine = EngineThread(
             self._open, own.keep_alive, own.most_waiting,
@@ -204,6 +211,8 @@ class ModelService:
             raise too_many(waiting)
         self._unread += request.choices
         try:
+            for package in modules("parts").values():
+                await package.ready(request.messages or (), model.card.images, self.options.remote_images)
             return await asyncio.get_running_loop().run_in_executor(self._reader, self._prepare, model, request, most)
         except RequestError:
             raise

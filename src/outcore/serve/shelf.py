@@ -26,6 +26,7 @@ from ..engine.transport import Leader
 from ..errors import OutcoreError, RequestError, UsageError
 from ..machine.allocator import clear_cache
 from ..machine.small_files import TOKENIZER_BYTES, parse_json, read_small
+from ..packages import modules
 from ..text import shortened
 from .events import ModelCard
 
@@ -65,6 +66,7 @@ class Offered:
             thinking="think" in template,
             config=self.config,
             digest=hashlib.sha256(identity.encode()).hexdigest(),
+            images=next((dict(p.takes(self.folder, self.config)) for p in modules("parts").values()), {}),
         )
 
 

@@ -1,0 +1,191 @@
+"""Pictures in requests: content parts of the server's APIs, and what ``--image`` names (the core's group ``parts``).
+
+A part is only checked when its request is read. ``ready`` decodes pictures before the prompt is made, in threads of its
+own, so that neither a picture nor an address keeps other requests waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outcore.errors import UsageError
+from outcore.machine.small_files import TOKENIZER_BYTES, parse_json, read_small
+from outcore.serve.requests import UNSUPPORTED, wrong
+
+from .fetch import fetched
+from .formats import PictureError
+from .model_types import folder_of
+from .pictures import GIVEN, MOST_BYTES, base64_bytes, data_of_uri, decoded, read_picture
+
+# Of one request: pictures, and their pixels when they are decoded. Of all requests at once: pixels.
+MOST_PICTURES, MOST_PIXELS, MOST_HELD = 64, 1 << 25, 1 << 26
+# Pixels that every model is given, if the picture has them; and of pictures that need little detail, as OpenAI's.
+LEAST_GIVEN, LOW = 1 << 22, 512 * 512
+SETTINGS = "preprocessor_config.json", "processor_config.json"
+
+_threads = ThreadPoolExecutor(2, "outcore-pictures")
+_held, _freed = 0, deque[int]()  # pixels of the requests under way, and of those that are over since; of any thread
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A picture of a request, not decoded yet.
+
+    Attributes:
+        where: path of the part, for errors.
+        source: its bytes in base64, a data URI, or an address.
+        low: little detail is enough.
+    """
+
+    where: str
+    source: str
+    low: bool = False
+
+    def picture(self, most_pixels: int, remote: bool) -> Any:
+        """Returns Pillow's image. Raises RequestError."""
+        most, text = min(most_pixels, LOW) if self.low else most_pixels, self.source
+        try:
+            if text[:5].lower() == "data:":
+                data = data_of_uri(text)
+            elif text[:8].lower().startswith(("http://", "https://")):
+                if not remote:
+                    raise PictureError("this server fetches no addresses (--allow-remote-images); send a data URI")
+                data = fetched(text)
+            else:
+                data = base64_bytes(text)
+            return decoded(data, most).image
+        except PictureError as e:
+            raise wrong(self.where, str(e), "invalid_image") from None
+
+
+def takes(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
+    """Returns what the model in a folder takes: pixels of a picture, its bytes, and pictures of a request; empty: text
+    only. Imports neither Pillow nor mlx-vlm."""
+    if not config.get("vision_config") or folder_of(config) is None:
+        return {}
+    return {"pixels": _pixels(folder), "bytes": MOST_BYTES, "count": MOST_PICTURES}
+
+
+def _pixels(folder: Path) -> int:
+    """Returns the most pixels that a model's processor uses, as far as its settings say; more would be lost."""
+    for name in SETTINGS:
+        try:
+            found = parse_json(read_small(folder / name, TOKENIZER_BYTES))
+        except (OSError, ValueError):
+            continue
+        found = found.get("image_processor", found)
+        size = found.get("size") if isinstance(found.get("size"), Mapping) else {}
+        # Of Qwen's kind, the longest edge is a number of pixels.
+        for stated in (found.get("max_pixels"), size.get("max_pixels"), size.get("longest_edge")):
+            if type(stated) is int and stated > LEAST_GIVEN:
+                return min(stated, GIVEN)
+    return LEAST_GIVEN
+
+
+# Readers of content parts
+
+
+def _image_url(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """OpenAI's, of chats and of responses: an object with an address, or the address."""
+    given, at = part.get("image_url"), f"{where}.image_url"
+    detail = given.get("detail") if isinstance(given, Mapping) else part.get("detail")
+    if isinstance(given, Mapping):
+        given, at = given.get("url"), f"{at}.url"
+    if given is None and part.get("file_id") is not None:
+        raise wrong(f"{where}.file_id", "this server keeps no files; send a data URI as image_url", UNSUPPORTED)
+    return _part(given, at, low=detail == "low", uri=True)
+
+
+def _image(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Anthropic's, with a source; and Ollama's, which is base64 alone."""
+    source = part.get("source")
+    if not isinstance(source, Mapping):
+        return _part(part.get("data"), where)
+    kind = source.get("type")
+    if kind == "base64":
+        return _part(source.get("data"), f"{where}.source.data")
+    if kind == "url":
+        return _part(source.get("url"), f"{where}.source.url", uri=True)
+    raise wrong(f"{where}.source.type", "base64 or url is needed", UNSUPPORTED)
+
+
+def _part(given: Any, where: str, *, low: bool = False, uri: bool = False) -> dict[str, Any]:
+    if not isinstance(given, str) or not given:
+        raise wrong(where, "a string is needed: an address or a data URI" if uri else "a string in base64 is needed")
+    schemes = ("data:", "http://", "https://")
+    if uri and not given[:8].lower().startswith(schemes):
+        raise wrong(where, "an address is needed that begins with data:, http:// or https://")
+    return {"type": "image", "image": Sent(where, given, low)}
+
+
+READERS: dict[str, Callable[[Mapping[str, Any], str], dict[str, Any]]] = {
+    "image_url": _image_url, "input_image": _image_url, "image": _image,
+}  # fmt: skip
+
+
+def _sent(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for content in (message.get("content") for message in messages):
+        for part in content if isinstance(content, list) else ():
+            if part.get("type") == "image" and isinstance(part.get("image"), Sent):
+                yield part
+
+
+async def ready(messages: Sequence[Mapping[str, Any]], taken: Mapping[str, int], remote: bool) -> None:
+    """Decodes the pictures of a request's messages, in their places; ``taken``: as ``takes``, of its model.
+
+    Raises:
+        RequestError: the model reads text only, there are too many, or one cannot be read.
+    """
+    parts = list(_sent(messages))
+    if not parts:
+        return
+    if not taken:
+        raise wrong(parts[0]["image"].where, "this model reads text only", UNSUPPORTED)
+    if len(parts) > taken["count"]:
+        raise wrong(parts[taken["count"]]["image"].where, f"more than {taken['count']} pictures in a request")
+    pixels, loop = 0, asyncio.get_running_loop()
+    while held() >= MOST_HELD:  # until others have their answers
+        await asyncio.sleep(0.1)
+    for part in parts:
+        sent: Sent = part["image"]
+        part["image"] = image = await loop.run_in_executor(_threads, sent.picture, taken["pixels"], remote)
+        pixels += image.width * image.height
+        held(image)
+        if pixels > MOST_PIXELS:
+            most = f"{MOST_PIXELS / 1e6:.0f} megapixels in all pictures of a request"
+            raise wrong(sent.where, f"more than {most}: send smaller or fewer ones")
+
+
+def held(image: Any = None) -> int:
+    """Returns the pixels of requests under way; ``image`` counts from now on until it is freed. For one thread."""
+    global _held
+    while _freed:
+        _held -= _freed.popleft()
+    if image is not None:
+        _held += image.width * image.height
+        weakref.finalize(image, _freed.append, image.width * image.height)
+    return _held
+
+
+def open_picture(source: str, taken: Mapping[str, int], remote: bool = False) -> Any:
+    """Returns Pillow's image of what ``--image`` names: a file, an address, a data URI, or - for standard input.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        given = sys.stdin.buffer.read(MOST_BYTES + 1) if source == "-" else source
+        if isinstance(given, str) and given[:7].lower() == "file://":
+            raise PictureError("give the file's path")
+        fetch = fetched if remote else None
+        return read_picture(given, fetch, taken.get("pixels", GIVEN)).image
+    except PictureError as e:
+        raise UsageError(f"{source if len(source) < 200 else source[:60] + '…'}: {e}") from None
