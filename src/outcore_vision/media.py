@@ -7,7 +7,6 @@ planned, before anything is computed. Everything but ``Images`` may be called fr
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,8 @@ from outcore.errors import PromptError
 from outcore.modules.mlx_lm_compat import classes_of
 from outcore.text import one_line
 
+from .formats import PictureError
+from .pictures import read_picture
 from .tower import tower_of
 
 # Part of every image's digest; changed with each version that makes other features of the same pixels.
@@ -188,10 +189,10 @@ def _opened(given: Any) -> Any:
     from PIL import Image as pil
 
     if isinstance(given, pil.Image):
-        return given.convert("RGB")
+        return given if given.mode == "RGB" else given.convert("RGB")
     try:
-        return pil.open(io.BytesIO(given) if isinstance(given, bytes) else given).convert("RGB")
-    except (OSError, ValueError, SyntaxError) as e:
+        return read_picture(given).image
+    except PictureError as e:
         raise PromptError(f"images: {one_line(e)}") from e
 
 

@@ -1,7 +1,7 @@
 """Pictures in requests: content parts of the server's APIs, and what ``--image`` names (the core's group ``parts``).
 
-A part is only checked when its request is read. ``ready`` decodes pictures before the prompt is made, in threads of its
-own, so that neither a picture nor an address keeps other requests waiting.
+A part is only checked when its request is read. ``ready`` fetches and decodes pictures before the prompt is made, a
+few at a time, so that neither a picture nor an address keeps other requests waiting.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,10 @@ MOST_PICTURES, MOST_PIXELS, MOST_HELD = 64, 1 << 25, 1 << 26
 LEAST_GIVEN, LOW = 1 << 22, 512 * 512
 SETTINGS = "preprocessor_config.json", "processor_config.json"
 
-_threads = ThreadPoolExecutor(2, "outcore-pictures")
+# How many are fetched and decoded at a time: of threads that others need too, and of memory.
+FETCHED, DECODED = 3, 2
+
+_gates = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[asyncio.Semaphore, asyncio.Semaphore]]()
 _held, _freed = 0, deque[int]()  # pixels of the requests under way, and of those that are over since; of any thread
 
 
@@ -49,19 +52,27 @@ class Sent:
     source: str
     low: bool = False
 
-    def picture(self, most_pixels: int, remote: bool) -> Any:
-        """Returns Pillow's image. Raises RequestError."""
-        most, text = min(most_pixels, LOW) if self.low else most_pixels, self.source
-        try:
+    def data(self, remote: bool) -> bytes:
+        """Returns the file. Raises RequestError. ``remote``: it is fetched if it is an address."""
+        text = self.source
+        with self.named():
             if text[:5].lower() == "data:":
-                data = data_of_uri(text)
-            elif text[:8].lower().startswith(("http://", "https://")):
-                if not remote:
-                    raise PictureError("this server fetches no addresses (--allow-remote-images); send a data URI")
-                data = fetched(text)
-            else:
-                data = base64_bytes(text)
-            return decoded(data, most).image
+                return data_of_uri(text)
+            if not text[:8].lower().startswith(("http://", "https://")):
+                return base64_bytes(text)
+            if not remote:
+                raise PictureError("this server fetches no addresses (--allow-remote-images); send a data URI")
+            return fetched(text)
+
+    def picture(self, data: bytes, most_pixels: int) -> Any:
+        """Returns Pillow's image of the file. Raises RequestError."""
+        with self.named():
+            return decoded(data, min(most_pixels, LOW) if self.low else most_pixels).image
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        try:
+            yield
         except PictureError as e:
             raise wrong(self.where, str(e), "invalid_image") from None
 
@@ -81,8 +92,9 @@ def _pixels(folder: Path) -> int:
             found = parse_json(read_small(folder / name, TOKENIZER_BYTES))
         except (OSError, ValueError):
             continue
-        found = found.get("image_processor", found)
-        size = found.get("size") if isinstance(found.get("size"), Mapping) else {}
+        found = found.get("image_processor", found) if isinstance(found, Mapping) else {}
+        found = found if isinstance(found, Mapping) else {}
+        size = found["size"] if isinstance(found.get("size"), Mapping) else {}
         # Of Qwen's kind, the longest edge is a number of pixels.
         for stated in (found.get("max_pixels"), size.get("max_pixels"), size.get("longest_edge")):
             if type(stated) is int and stated > LEAST_GIVEN:
@@ -151,12 +163,16 @@ async def ready(messages: Sequence[Mapping[str, Any]], taken: Mapping[str, int],
         raise wrong(parts[0]["image"].where, "this model reads text only", UNSUPPORTED)
     if len(parts) > taken["count"]:
         raise wrong(parts[taken["count"]]["image"].where, f"more than {taken['count']} pictures in a request")
-    pixels, loop = 0, asyncio.get_running_loop()
+    pixels, made = 0, (asyncio.Semaphore(FETCHED), asyncio.Semaphore(DECODED))
+    fetching, decoding = _gates.setdefault(asyncio.get_running_loop(), made)
     while held() >= MOST_HELD:  # until others have their answers
         await asyncio.sleep(0.1)
     for part in parts:
         sent: Sent = part["image"]
-        part["image"] = image = await loop.run_in_executor(_threads, sent.picture, taken["pixels"], remote)
+        async with fetching:
+            data = await asyncio.to_thread(sent.data, remote)
+        async with decoding:
+            part["image"] = image = await asyncio.to_thread(sent.picture, data, taken["pixels"])
         pixels += image.width * image.height
         held(image)
         if pixels > MOST_PIXELS:

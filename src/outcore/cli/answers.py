@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..decode import saved_conversation
 from ..decode.conversation import ChatTemplate, Conversation
 from ..decode.generate import stream_generate
+from ..decode.media import VIRTUAL
 from ..decode.one_text import make_room
 from ..decode.prompt import most_tokens, note_bounds
 from ..decode.sampling import Processor
@@ -46,6 +47,7 @@ class Chat:
         turns: one JSON record per answer.
         kept: saves and loads the conversation.
         options: the given ones; they may be replaced between answers.
+        pictures: images that the next message has.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Chat:
         stop: Sequence[str] = (),
     ) -> None:
         self.turns: list[dict[str, Any]] = []
+        self.pictures: list[Any] = []
         self._name, self._stop, self._model, self.options, self._bar = name, stop, model, options, bar
         self._room = 0  # tokens of the conversation when an answer ran out of memory
         self.session: Session = model.outcore
@@ -97,20 +100,29 @@ class Chat:
 
     def answer(self, message: str) -> None:
         session, conversation = self.session, self.conversation
+        pictures, self.pictures, images = self.pictures, [], list[Any]()
+
+        def encode(text: str) -> list[int]:
+            tokens, images[:] = session.media.read(text, pictures)
+            return list(tokens)
+
         try:
-            prompt = conversation.prompt(message)
+            marked = session.media.mark * len(pictures) + message if pictures else message
+            prompt = conversation.prompt(marked, encode if pictures else None)
         except PromptError as e:
             self.say(f"{e}; {RESET}", WARN)
             return
+        images = [*conversation.images, *images]
         sweeps, answer = session.metrics.sweeps, AnswerOutput()
         self.kept.unsure = True
-        failed = self._generate(prompt, answer)
+        failed = self._generate(prompt, answer, images)
         self.kept.unsure = bool(answer.tokens)
         if not answer.tokens:
             self._print_refusal(failed, len(prompt))
             return
         print(flush=True)
         conversation.add(prompt, answer.tokens, session.in_cache)
+        conversation.images = images
         if answer.cut:
             conversation.end_answer(answer.text)
         self.kept.unsure = False
@@ -124,7 +136,7 @@ class Chat:
             self._room = len(conversation.text)
             self.say(f"the answer was cut off at {self._limit(self._room, self._room)}; {RESET}", WARN)
 
-    def _generate(self, prompt: list[int], answer: AnswerOutput) -> Exception | None:
+    def _generate(self, prompt: list[int], answer: AnswerOutput, images: list[Any]) -> Exception | None:
         conversation, agreement, agreed = self.conversation, self.agreement, False
         with interruptible() as pressed:
 
@@ -142,6 +154,7 @@ class Chat:
                     "leave_last": True,  # the next message's forward pass computes it
                     "shared_prefix": conversation.shared(prompt),
                     "prompt_progress_callback": lambda done, total: check() if done < total else None,
+                    **({"images": images} if images else {}),
                     **self.options,
                     **self._processors(),
                     "max_tokens": most,
@@ -188,7 +201,8 @@ class Chat:
         return f"the {room} tokens that fit in memory"
 
     def _processors(self) -> dict[str, Any]:
-        before = mx.array(self.conversation.text[: self.conversation.held], dtype=mx.int32)
+        text = self.conversation.text[: self.conversation.held]
+        before = mx.array([token for token in text if token < VIRTUAL], dtype=mx.int32)
 
         def whole(process: Processor) -> Processor:
             return lambda tokens, logits: process(mx.concatenate([before, tokens]), logits)
@@ -248,6 +262,8 @@ class KeptChat:
         self._caches: str | None = None  # the name under which the prefix cache has its caches
 
     def save(self, path: Path) -> None:
+        if self._conversation.images:
+            raise UsageError("conversations with images are not saved")
         self._write(path)
         self._keep_caches()
         self._say(f"{path}: {counted(len(self.turns), 'turn')}, {counted(len(self._conversation.text), 'token')}")
@@ -331,7 +347,7 @@ class KeptChat:
             self._keep_caches()
 
     def _keep_text(self) -> bool:
-        if self.path is not None:
+        if self.path is not None and not self._conversation.images:
             try:
                 self._write(self.path)
                 return True
@@ -346,6 +362,10 @@ class KeptChat:
 
     def _keep_caches(self) -> None:
         conversation, prefix = self._conversation, self._session.prefix
-        if prefix is not None and conversation.held and not self._session.closed and not self.unsure:
+        if (
+            prefix is not None
+            and conversation.held
+            and not (self._session.closed or self.unsure or conversation.images)
+        ):
             text = conversation.text[: conversation.held]
             self._caches = prefix.keep(text, conversation.cache, self._caches)

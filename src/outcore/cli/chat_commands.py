@@ -16,21 +16,23 @@ from ..decode.conversation import ChatTemplate
 from ..decode.sampling import check_sampling
 from ..errors import OutcoreError, UsageError
 from ..machine.allocator import clear_cache
-from ..text import meant
+from ..text import meant, shortened
 from .answers import WARN, Chat
 from .commands import TYPED_ELSEWHERE, Preset, parser_of
-from .engine import generation_options
+from .engine import generation_options, model_folder
 from .flags import check_numbers, sampling_options, template_options, text_of
+from .images import open_images
 
 COMMAND = re.compile(r"/[a-z]+")
 SAME = {"h": "/help", "/?": "/help", "r": "/clear"} | dict.fromkeys(("q", "exit", "quit", "/quit", "/bye"), "/exit")
 SETTABLE = "temp", "top-p", "top-k", "min-p", "max-tokens", "seed"  # flags
-NEEDED = {"/save": "file", "/load": "file", "/model": "name"}
+NEEDED = {"/save": "file", "/load": "file", "/model": "name", "/image": "file"}
 
 HELP = f"""\
 /help         or /?, h: this list
 /clear        or r: begin a new conversation
 /resume       continue the last conversation with this model
+/image FILE   an image for the next message: a file or an address
 /save FILE    save the conversation
 /load FILE    continue a saved one
 /set NAME N   change {", ".join(SETTABLE)}; without N, show them
@@ -74,6 +76,7 @@ class Commands:
             "/help": lambda _: self.chat.say(f"{HELP} {PIPED if TYPED_ELSEWHERE in os.environ else TYPED}"),
             "/clear": lambda _: self._clear(),
             "/resume": lambda _: self.chat.kept.resume_last(),
+            "/image": self.add_image,
             "/save": lambda file: self.chat.kept.save(Path(file)),
             "/load": lambda file: self.chat.kept.load(Path(file)),
             "/set": self._set,
@@ -88,6 +91,12 @@ class Commands:
         if hasattr(self, "chat"):  # not if two models in a row could not be opened
             self.chat.kept.leave()
             self.chat.session.close()
+
+    def add_image(self, name: str) -> None:
+        """Gives the next message an image. Raises ``UsageError`` if it cannot be read."""
+        _, (image,) = open_images(self._args, model_folder(self._args), [name])
+        self.chat.pictures.append(image)
+        self.chat.say(f"{shortened(name)}: {image.width} x {image.height} pixels, for the next message")
 
     def _clear(self) -> None:
         self.chat.retell(self.chat.template, [])

@@ -39,6 +39,7 @@ from .engine import (
     watched,
 )
 from .flags import cache_options, loading_options, template_options, text_of
+from .images import open_images, with_images
 from .piped import prompt_text
 
 HINT = "; try without --system-prompt and --chat-template-config, or with --ignore-chat-template"
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     cache, settings = prompt_cache(args)
     folder, tokenizer = open_tokenizer(args, settings, template=not args.ignore_chat_template, cached=cache is not None)
     check_characters(len(args.prompt), longest_context(config_of(folder)))
-    prompt = encode_prompt(tokenizer, args, in_cache=cache is not None)
+    prompt, images = encode_prompt(tokenizer, args, folder, in_cache=cache is not None)
     if not prompt:
         raise UsageError("--prompt: empty; give at least one token")
     held = _cached_tokens(cache)
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
         )
         with watched(model, args) as session:
             check_cache(session.forms, cache, f"--prompt-cache-file {args.prompt_cache_file}")
-            options = generation_options(args, tokenizer) | {"prompt_cache": cache}
+            options = generation_options(args, tokenizer) | {"prompt_cache": cache, **images}
             begun, answer = prefill_progress(bar, session), AnswerOutput()
             try:
                 for _ in answer.shown(stream_generate(model, tokenizer, prompt, **options), args.preset.stop, begun):
@@ -108,11 +109,25 @@ def _cached_tokens(cache: list[Any] | None) -> int:
         return 0  # check_cache will refuse it
 
 
-def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cache: bool) -> list[int]:
+def encode_prompt(
+    tokenizer: TokenizerWrapper, args: argparse.Namespace, folder: Path, in_cache: bool
+) -> tuple[list[int], dict[str, Any]]:
+    """Returns the prompt's tokens, and its images as an argument of ``stream_generate``, if it has any."""
+    if args.image and in_cache:
+        raise UsageError("--image: does not work with --prompt-cache-file")
+    opened = open_images(args, folder, args.image) if args.image else None
+    templated = tokenizer.has_chat_template and not args.ignore_chat_template
+    text = _rendered_prompt(tokenizer, args, opened, in_cache) if templated else args.prompt
+    if opened is None:
+        return list(tokenizer.encode(text, **({"add_special_tokens": False} if templated else {}))), {}
+    tokens, images = opened[0].read(text, opened[1], special=not templated)
+    return tokens, {"images": images}
+
+
+def _rendered_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, opened: Any, in_cache: bool) -> str:
     extra = template_options(args.chat_template_config)
-    if args.ignore_chat_template or not tokenizer.has_chat_template:
-        return list(tokenizer.encode(args.prompt))
-    messages = [*map(dict, args.preset.messages), {"role": "user", "content": args.prompt}]
+    content = args.prompt if opened is None else with_images(tokenizer, opened[0], args.prompt, len(opened[1]))
+    messages = [*map(dict, args.preset.messages), {"role": "user", "content": content}]
     if args.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": text_of("--system-prompt", args.system_prompt)})
     if args.prefill_response is not None:
@@ -123,7 +138,7 @@ def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cach
         # The cache already holds what the template writes before the question.
         messages[-1]["content"] = "<query>"
         prompt = prompt[max(0, rendered(tokenizer, messages, HINT, **extra).find("<query>")) :]
-    return list(tokenizer.encode(prompt, add_special_tokens=False))
+    return prompt
 
 
 def cache_prompt(args: argparse.Namespace) -> None:

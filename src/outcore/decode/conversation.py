@@ -17,6 +17,9 @@ from ..errors import CheckpointError, PromptError, UsageError
 from ..text import one_line
 from .prompt import same_tokens
 
+# Makes tokens of a rendered text.
+Encode = Callable[[str], list[int]]
+
 # Messages that are rendered to find out what a template writes after an answer.
 QUESTION, ANSWER = "question", "the-answer-stands-here"
 
@@ -51,16 +54,16 @@ class ChatTemplate:
                 raise CheckpointError(why) from e
             raise UsageError(f"{why}; try it without --system-prompt and --chat-template-config") from e
 
-    def opening(self, message: str) -> list[int]:
+    def opening(self, message: str, encode: Encode | None = None) -> list[int]:
         """Returns a conversation's tokens up to its first answer. Raises ``PromptError`` if the template refuses the
-        message."""
-        return self.encode(self._render([*self._begin, _said("user", message)]))
+        message. ``encode``: for a message with images."""
+        return (encode or self.encode)(self._render([*self._begin, _said("user", message)]))
 
     def shared(self, prompt: Sequence[int]) -> int:
         """Returns how many of a prompt's first tokens are the same in every conversation with this system prompt."""
         return same_tokens(prompt, self._other)
 
-    def following(self, message: str, last: int) -> list[int]:
+    def following(self, message: str, last: int, encode: Encode | None = None) -> list[int]:
         """Returns the tokens from the end of an answer, whose last token is ``last``, to the answer to ``message``. If
         ``last`` is an end-of-turn token, it is not repeated."""
         text = self._after_answer(message)
@@ -68,7 +71,7 @@ class ChatTemplate:
             closing = self.tokenizer.decode([last])
             if closing and text.lstrip().startswith(closing):
                 text = text.lstrip().removeprefix(closing)
-        return self.encode(text)
+        return (encode or self.encode)(text)
 
     def _after_answer(self, message: str) -> str:
         messages = [_said("user", QUESTION), _said("assistant", ANSWER), _said("user", message)]
@@ -97,7 +100,8 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 
 class Conversation:
-    """A conversation, to which messages and answers are appended; ``held`` counts the tokens that its caches hold.
+    """A conversation, to which messages and answers are appended; ``held`` counts the tokens that its caches hold,
+    ``images`` are those of its text, as the model's reader made them.
 
     Earlier text is never changed. Many templates leave an answer's thoughts out of later prompts, but then the answer
     would have to be computed again; with caches that cannot be trimmed, so would everything before it.
@@ -110,6 +114,7 @@ class Conversation:
 
     def clear(self) -> None:
         self.text: list[int] = []
+        self.images: list[Any] = []
         self.cache = self.make_cache()
         self.held = self._answer = 0
 
@@ -133,9 +138,10 @@ class Conversation:
         """Returns how many of a prompt's first tokens (a system prompt) other conversations begin with too."""
         return 0 if self.held else self._template.shared(prompt)
 
-    def prompt(self, message: str) -> list[int]:
+    def prompt(self, message: str, encode: Encode | None = None) -> list[int]:
         """Returns the tokens to compute for the next answer: text that the caches do not hold, and the message."""
-        new = self._template.following(message, self.text[-1]) if self.text else self._template.opening(message)
+        template, text = self._template, self.text
+        new = template.following(message, text[-1], encode) if text else template.opening(message, encode)
         return [*self.text[self.held :], *new]
 
     def add(self, prompt: Sequence[int], answer: Sequence[int], in_cache: int) -> None:

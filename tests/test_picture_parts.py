@@ -1,0 +1,220 @@
+"""Pictures in the bodies of all APIs, before a model sees them; and what a service does with them. Needs Pillow."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'outcore[vision]'")
+
+from outcore.errors import UsageError  # noqa: E402
+from outcore.serve import requests  # noqa: E402
+from outcore.serve.api import Api  # noqa: E402
+from outcore.serve.app import OPENAI  # noqa: E402
+from outcore.serve.events import RequestError  # noqa: E402
+from outcore_apis.apis import ANTHROPIC, OLLAMA, RESPONSES  # noqa: E402
+from outcore_vision import parts  # noqa: E402
+from outcore_vision.parts import Sent, open_picture, ready  # noqa: E402
+from translated import asked  # noqa: E402
+
+TAKEN = {"pixels": 1 << 22, "bytes": 1 << 20, "count": 3}
+TEXT = {"type": "text", "text": "Look:"}
+
+
+def png(width: int = 6, height: int = 4) -> str:
+    file = BytesIO()
+    Image.new("RGB", (width, height), "red").save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+PNG = png()
+URI = f"data:image/png;base64,{PNG}"
+
+
+@pytest.fixture(autouse=True)
+def readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, reader in parts.READERS.items():
+        monkeypatch.setitem(requests.OPAQUE, name, reader)
+
+
+def chat(*content: Any) -> tuple[Api, str, dict[str, Any]]:
+    return OPENAI, "/v1/chat/completions", {"messages": [{"role": "user", "content": list(content)}]}
+
+
+def anthropic(*content: Any) -> tuple[Api, str, dict[str, Any]]:
+    return ANTHROPIC, "/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": list(content)}]}
+
+
+def responses(*content: Any) -> tuple[Api, str, dict[str, Any]]:
+    return RESPONSES, "/v1/responses", {"input": [{"role": "user", "content": list(content)}]}
+
+
+def ollama(*images: Any, generates: bool = False) -> tuple[Api, str, dict[str, Any]]:
+    if generates:
+        return OLLAMA, "/api/generate", {"prompt": "Look:", "images": list(images)}
+    return OLLAMA, "/api/chat", {"messages": [{"role": "user", "content": "Look:", "images": list(images)}]}
+
+
+def source(**given: Any) -> dict[str, Any]:
+    return {"type": "image", "source": given}
+
+
+FORMS = {
+    "OpenAI, an object": (chat(TEXT, {"type": "image_url", "image_url": {"url": URI, "detail": "auto"}}),
+                          "messages[0].content[1].image_url.url"),
+    "OpenAI, a string": (chat(TEXT, {"type": "image_url", "image_url": URI}), "messages[0].content[1].image_url"),
+    "Responses": (responses({"type": "input_text", "text": "Look:"}, {"type": "input_image", "image_url": URI}),
+                  "input[0].content[1].image_url"),
+    "Anthropic": (anthropic(TEXT, source(type="base64", media_type="image/png", data=PNG)),
+                  "messages[0].content[1].source.data"),
+    "Anthropic, an address": (anthropic(TEXT, source(type="url", url=URI)), "messages[0].content[1].source.url"),
+    "Ollama": (ollama(PNG), "messages[0].images"),
+    "Ollama, generate": (ollama(PNG, generates=True), "images"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_api_gives_the_picture_to_the_template(form: str) -> None:
+    (api, path, body), where = FORMS[form]
+    messages = asked(api, path, body).requests[0].messages or ()
+    text, part = messages[0]["content"]
+    assert text == TEXT and part["type"] == "image" and part["image"].where == where
+    asyncio.run(ready(messages, TAKEN, remote=False))
+    assert (part["image"].mode, part["image"].size, part["image"].getpixel((0, 0))) == ("RGB", (6, 4), (255, 0, 0))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_of_text_refuses_the_picture_by_its_path(form: str) -> None:
+    (api, path, body), where = FORMS[form]
+    messages = asked(api, path, body).requests[0].messages or ()
+    with pytest.raises(RequestError, match="this model reads text only") as failed:
+        asyncio.run(ready(messages, {}, remote=False))
+    assert failed.value.param == where and failed.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("given", "where", "why"),
+    [
+        (chat({"type": "image_url"}), "messages[0].content[0].image_url", "a string is needed"),
+        (chat({"type": "image_url", "image_url": {}}), "messages[0].content[0].image_url.url", "a string is needed"),
+        (chat({"type": "image_url", "image_url": {"url": 7}}), "messages[0].content[0].image_url.url", "a string"),
+        *(
+            (chat({"type": "image_url", "image_url": there}), "messages[0].content[0].image_url", "an address")
+            for there in ("file:///etc/passwd", "/etc/passwd", "ftp://a.example/", "blob:x", "javascript:x")
+        ),
+        (responses({"type": "input_image", "file_id": "f1"}), "input[0].content[0].file_id", "keeps no files"),
+        (anthropic(source(type="file", file_id="f1")), "messages[0].content[0].source.type", "base64 or url"),
+        (anthropic(source(type="url", url="file:///etc/passwd")), "messages[0].content[0].source.url", "an address"),
+        (anthropic(source(type="base64")), "messages[0].content[0].source.data", "base64 is needed"),
+        (ollama(7), "messages[0].images", "base64 is needed"),
+    ],
+)  # fmt: skip
+def test_what_is_no_picture_is_refused_when_it_is_read(given: Any, where: str, why: str) -> None:
+    with pytest.raises(RequestError, match=why) as failed:
+        asked(*given)
+    assert failed.value.param == where
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("aGVsbG8=", "this file is not read"), ("@@", "not base64"), ("/etc/passwd", "is not read|not base64"),
+     ("data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode(), "SVG is not read"),
+     ("http://127.0.0.1/", "fetches no addresses"), (PNG[:60], "cut off"), ("data:image/png,x", "in base64")],
+)  # fmt: skip
+def test_what_cannot_be_decoded_is_refused_with_its_path(text: str, why: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "image", "image": Sent("here", text)}]}]
+    with pytest.raises(RequestError, match=why) as failed:
+        asyncio.run(ready(messages, TAKEN, remote=False))
+    assert (failed.value.param, failed.value.code, str(failed.value)[:6]) == ("here", "invalid_image", "here: ")
+
+
+def test_addresses_are_fetched_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    got = list[str]()
+
+    def fetched(url: str) -> bytes:
+        got.append(url)
+        return base64.b64decode(PNG)
+
+    monkeypatch.setattr(parts, "fetched", fetched)
+    content = [{"type": "image_url", "image_url": "HTTPS://a.example/x.png"}, TEXT]
+    messages = asked(*chat(*content)).requests[0].messages or ()
+    asyncio.run(ready(messages, TAKEN, remote=True))
+    assert got == ["HTTPS://a.example/x.png"] and messages[0]["content"][0]["image"].size == (6, 4)
+    monkeypatch.undo()
+    with pytest.raises(RequestError, match="not a public address"):
+        Sent("here", "http://127.0.0.1/").data(remote=True)
+
+
+def test_little_detail_means_fewer_pixels() -> None:
+    large = f"data:image/png;base64,{png(1000, 800)}"
+    for detail, most in (("low", 512 * 512), ("high", 800_000)):
+        content = {"type": "image_url", "image_url": {"url": large, "detail": detail}}
+        messages = asked(*chat(content, TEXT)).requests[0].messages or ()
+        asyncio.run(ready(messages, TAKEN, remote=False))
+        width, height = messages[0]["content"][0]["image"].size
+        assert most * 0.99 < width * height <= most
+
+
+def sent(count: int, text: str = PNG) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image", "image": Sent(f"at {n}", text)} for n in range(count)]}]
+
+
+def test_pictures_and_pixels_of_a_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.run(ready(sent(3), TAKEN, remote=False))
+    with pytest.raises(RequestError, match="more than 3 pictures") as failed:
+        asyncio.run(ready(sent(4), TAKEN, remote=False))
+    assert failed.value.param == "at 3"
+    monkeypatch.setattr(parts, "MOST_PIXELS", 60)
+    with pytest.raises(RequestError, match="in all pictures of a request") as failed:
+        asyncio.run(ready(sent(3), TAKEN, remote=False))
+    assert failed.value.param == "at 2"
+
+
+def test_requests_wait_until_the_pictures_of_others_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    monkeypatch.setattr(parts, "MOST_HELD", parts.held() + 24)
+    first, second = sent(1), sent(1)
+
+    async def run() -> None:
+        await ready(first, TAKEN, remote=False)
+        waiting = asyncio.create_task(ready(second, TAKEN, remote=False))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        first.clear()
+        await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(run())
+    assert second[0]["content"][0]["image"].size == (6, 4)
+
+
+def test_what_a_picture_takes_is_the_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "folder_of", lambda config: config.get("model_type"))
+    config = {"model_type": "x", "vision_config": {}}
+    assert parts.takes(tmp_path, config) == {}
+    config["vision_config"] = {"depth": 1}
+    for settings, pixels in (
+        ("{}", 1 << 22), ('{"max_pixels": 12845056}', 12845056), ('{"size": {"longest_edge": 16777216}}', 1 << 24),
+        ('{"size": {"height": 384, "width": 384}}', 1 << 22), ('{"max_pixels": 99999999999}', 1 << 24), ("[", 1 << 22),
+        ('{"size": 7, "max_pixels": "x"}', 1 << 22), ("[1]", 1 << 22),
+    ):  # fmt: skip
+        (tmp_path / "preprocessor_config.json").write_text(settings)
+        assert parts.takes(tmp_path, config)["pixels"] == pixels, settings
+    assert parts.takes(tmp_path, {"model_type": None, "vision_config": {"depth": 1}}) == {}
+
+
+def test_what_image_flags_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.png").write_bytes(base64.b64decode(PNG))
+    for source in (str(tmp_path / "a.png"), URI):
+        assert open_picture(source, TAKEN).size == (6, 4)
+    monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": BytesIO(base64.b64decode(PNG))}))
+    assert open_picture("-", TAKEN).size == (6, 4)
+    for source, why in (("https://a.example/a.png", "--allow-remote-images"), (f"{tmp_path}/b.png", "No such file"),
+                        ("file:///etc/passwd", "the file's path")):  # fmt: skip
+        with pytest.raises(UsageError, match=why):
+            open_picture(source, TAKEN)
