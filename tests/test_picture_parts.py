@@ -20,7 +20,7 @@ from outcore.serve.app import OPENAI  # noqa: E402
 from outcore.serve.events import RequestError  # noqa: E402
 from outcore_apis.apis import ANTHROPIC, OLLAMA, RESPONSES  # noqa: E402
 from outcore_vision import parts  # noqa: E402
-from outcore_vision.parts import Sent, open_picture, ready  # noqa: E402
+from outcore_vision.parts import Sent, ready  # noqa: E402
 from translated import asked  # noqa: E402
 
 TAKEN = {"pixels": 1 << 22, "bytes": 1 << 20, "count": 3}
@@ -211,10 +211,10 @@ def test_what_a_picture_takes_is_the_processors(tmp_path: Path, monkeypatch: pyt
 def test_what_image_flags_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.png").write_bytes(base64.b64decode(PNG))
     for source in (str(tmp_path / "a.png"), URI):
-        assert open_picture(source, TAKEN).size == (6, 4)
+        assert parts._opened(source, TAKEN, False).size == (6, 4)
     monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": BytesIO(base64.b64decode(PNG))}))
-    assert open_picture("-", TAKEN).size == (6, 4)
+    assert parts._opened("-", TAKEN, False).size == (6, 4)
     for source, why in (("https://a.example/a.png", "--allow-remote-images"), (f"{tmp_path}/b.png", "No such file"),
                         ("file:///etc/passwd", "the file's path")):  # fmt: skip
         with pytest.raises(UsageError, match=why):
-            open_picture(source, TAKEN)
+            parts._opened(source, TAKEN, False)

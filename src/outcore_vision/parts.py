@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import weakref
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outcore.checkpoint.positions import config_of
+from outcore.decode.media import TEXT_ONLY, media_reader
 from outcore.errors import UsageError
 from outcore.machine.small_files import TOKENIZER_BYTES, parse_json, read_small
 from outcore.serve.requests import UNSUPPORTED, wrong
+from outcore.text import shortened
 
 from .fetch import fetched
 from .formats import PictureError
@@ -191,17 +195,40 @@ def held(image: Any = None) -> int:
     return _held
 
 
-def open_picture(source: str, taken: Mapping[str, int], remote: bool = False) -> Any:
-    """Returns Pillow's image of what ``--image`` names: a file, an address, a data URI, or - for standard input.
+class CommandImages:
+    """The images of a prompt on the command line.
 
-    Raises:
-        UsageError: it cannot be read.
+    Attributes:
+        mark: what stands for them at the beginning of the message.
+        sizes: width and height of each.
+        read: the images as the model's reader made them, once ``encode`` has read the prompt.
     """
+
+    def __init__(self, args: Namespace, folder: Path, names: Sequence[str]) -> None:
+        config = config_of(folder)
+        reader, taken = media_reader(folder, config, args.ranks), takes(folder, config)
+        if reader is None or not taken:
+            why = "images are not shared between machines" if args.ranks is not None else TEXT_ONLY
+            raise UsageError(f"{shortened(names[0])}: {why}")
+        if getattr(args, "prompt_cache_file", None) is not None:
+            raise UsageError("--image: does not work with --prompt-cache-file")
+        opened = [_opened(name, taken, args.allow_remote_images) for name in names]
+        self._reader, self._opened, self.names = reader, opened, tuple(names)
+        self.mark, self.read = reader.mark * len(opened), list[Any]()
+        self.sizes = [image.size for image in opened]
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Returns the tokens of a text that has ``mark``."""
+        tokens, self.read = self._reader.read(text, self._opened, special=add_special_tokens)
+        return tokens
+
+
+def _opened(source: str, taken: Mapping[str, int], remote: bool) -> Any:
+    """Returns Pillow's image of what ``--image`` names: a file, an address, a data URI, or - for standard input."""
     try:
         given = sys.stdin.buffer.read(MOST_BYTES + 1) if source == "-" else source
         if isinstance(given, str) and given[:7].lower() == "file://":
             raise PictureError("give the file's path")
-        fetch = fetched if remote else None
-        return read_picture(given, fetch, taken.get("pixels", GIVEN)).image
+        return read_picture(given, fetched if remote else None, taken["pixels"]).image
     except PictureError as e:
-        raise UsageError(f"{source if len(source) < 200 else source[:60] + '…'}: {e}") from None
+        raise UsageError(f"{shortened(source)}: {e}") from None

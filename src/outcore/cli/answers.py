@@ -47,7 +47,7 @@ class Chat:
         turns: one JSON record per answer.
         kept: saves and loads the conversation.
         options: the given ones; they may be replaced between answers.
-        pictures: images that the next message has.
+        pictures: images of the next message; None: it has none.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Chat:
         stop: Sequence[str] = (),
     ) -> None:
         self.turns: list[dict[str, Any]] = []
-        self.pictures: list[Any] = []
+        self.pictures: Any = None
         self._name, self._stop, self._model, self.options, self._bar = name, stop, model, options, bar
         self._room = 0  # tokens of the conversation when an answer ran out of memory
         self.session: Session = model.outcore
@@ -100,19 +100,14 @@ class Chat:
 
     def answer(self, message: str) -> None:
         session, conversation = self.session, self.conversation
-        pictures, self.pictures, images = self.pictures, [], list[Any]()
-
-        def encode(text: str) -> list[int]:
-            tokens, images[:] = session.media.read(text, pictures)
-            return list(tokens)
-
+        given, self.pictures = self.pictures, None
+        said = (message,) if given is None else (given.mark + message, given.encode)
         try:
-            marked = session.media.mark * len(pictures) + message if pictures else message
-            prompt = conversation.prompt(marked, encode if pictures else None)
+            prompt = conversation.prompt(*said)
         except PromptError as e:
             self.say(f"{e}; {RESET}", WARN)
             return
-        images = [*conversation.images, *images]
+        images = [*conversation.images, *(() if given is None else given.read)]
         sweeps, answer = session.metrics.sweeps, AnswerOutput()
         self.kept.unsure = True
         failed = self._generate(prompt, answer, images)
@@ -154,7 +149,7 @@ class Chat:
                     "leave_last": True,  # the next message's forward pass computes it
                     "shared_prefix": conversation.shared(prompt),
                     "prompt_progress_callback": lambda done, total: check() if done < total else None,
-                    **({"images": images} if images else {}),
+                    "images": images,
                     **self.options,
                     **self._processors(),
                     "max_tokens": most,
@@ -201,8 +196,8 @@ class Chat:
         return f"the {room} tokens that fit in memory"
 
     def _processors(self) -> dict[str, Any]:
-        text = self.conversation.text[: self.conversation.held]
-        before = mx.array([token for token in text if token < VIRTUAL], dtype=mx.int32)
+        held = self.conversation.text[: self.conversation.held]
+        before = mx.array([token for token in held if token < VIRTUAL], dtype=mx.int32)
 
         def whole(process: Processor) -> Processor:
             return lambda tokens, logits: process(mx.concatenate([before, tokens]), logits)
@@ -361,11 +356,7 @@ class KeptChat:
         saved_conversation.save(path, **text, tokens=tokens, random=random_state())
 
     def _keep_caches(self) -> None:
-        conversation, prefix = self._conversation, self._session.prefix
-        if (
-            prefix is not None
-            and conversation.held
-            and not (self._session.closed or self.unsure or conversation.images)
-        ):
+        conversation, prefix, over = self._conversation, self._session.prefix, self._session.closed or self.unsure
+        if prefix is not None and conversation.held and not over and not conversation.images:
             text = conversation.text[: conversation.held]
             self._caches = prefix.keep(text, conversation.cache, self._caches)

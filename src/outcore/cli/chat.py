@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> None:
                 commands.chat.greet()
             if path is not None and kept.resume(path) and args.system_prompt:
                 tell("outcore chat: --system-prompt ignored: the session keeps the one that it began with")
-            for name in args.image or ():
-                commands.add_image(name)
+            commands.add_images(getattr(args, "image", None) or [])
             del kept  # it refers to the model, which /model frees
             try:
                 with closing(shared_lines(commands.chat.agreement)) as messages:

@@ -6,7 +6,7 @@ import gc
 import os
 import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,12 +16,11 @@ from ..decode.conversation import ChatTemplate
 from ..decode.sampling import check_sampling
 from ..errors import OutcoreError, UsageError
 from ..machine.allocator import clear_cache
-from ..text import meant, shortened
+from ..text import counted, meant
 from .answers import WARN, Chat
 from .commands import TYPED_ELSEWHERE, Preset, parser_of
-from .engine import generation_options, model_folder
+from .engine import generation_options, model_folder, open_images
 from .flags import check_numbers, sampling_options, template_options, text_of
-from .images import open_images
 
 COMMAND = re.compile(r"/[a-z]+")
 SAME = {"h": "/help", "/?": "/help", "r": "/clear"} | dict.fromkeys(("q", "exit", "quit", "/quit", "/bye"), "/exit")
@@ -76,7 +75,7 @@ class Commands:
             "/help": lambda _: self.chat.say(f"{HELP} {PIPED if TYPED_ELSEWHERE in os.environ else TYPED}"),
             "/clear": lambda _: self._clear(),
             "/resume": lambda _: self.chat.kept.resume_last(),
-            "/image": self.add_image,
+            "/image": lambda file: self.add_images([file]),
             "/save": lambda file: self.chat.kept.save(Path(file)),
             "/load": lambda file: self.chat.kept.load(Path(file)),
             "/set": self._set,
@@ -92,11 +91,13 @@ class Commands:
             self.chat.kept.leave()
             self.chat.session.close()
 
-    def add_image(self, name: str) -> None:
-        """Gives the next message an image. Raises ``UsageError`` if it cannot be read."""
-        _, (image,) = open_images(self._args, model_folder(self._args), [name])
-        self.chat.pictures.append(image)
-        self.chat.say(f"{shortened(name)}: {image.width} x {image.height} pixels, for the next message")
+    def add_images(self, names: Sequence[str]) -> None:
+        """Gives the next message images, after those that it has. Raises ``UsageError`` if one cannot be read."""
+        if not names:
+            return
+        named = [*(self.chat.pictures.names if self.chat.pictures else ()), *names]
+        self.chat.pictures = open_images(self._args, model_folder(self._args), named)
+        self.chat.say(f"for the next message: {counted(len(named), 'image')}")
 
     def _clear(self) -> None:
         self.chat.retell(self.chat.template, [])

@@ -26,6 +26,7 @@ from ..errors import UsageError
 from ..machine.allocator import peak_held
 from ..machine.memory import peak_rss
 from ..monitoring import publish
+from ..packages import modules
 from ..serve.parsing import Stopper
 from ..sizes import format_size
 from ..text import counted, one_line
@@ -41,6 +42,13 @@ def model_folder(args: argparse.Namespace) -> Path:
     """Finds the model's folder as ``resolve_model`` does; several ranks wait for one another."""
     find: Callable[..., Path] = resolve_model if args.ranks is None else args.ranks.model_folder
     return find(args.model, args.revision)
+
+
+def open_images(args: argparse.Namespace, folder: Path, names: Sequence[str]) -> Any:
+    """Returns images that a command was given, opened by a package (``CommandImages`` of its group ``parts``)."""
+    for package in modules("parts").values():
+        return package.CommandImages(args, folder, names)
+    raise UsageError("images need the package outcore_vision, which is missing")
 
 
 class ProgressBar(Progress):

@@ -91,13 +91,6 @@ _FLAGS = [
         _option("draft_bits"),
         flag("--num-draft-tokens", "Draft at most N tokens. Default: as many as speed up.", type=int, metavar="N"),
     ),
-    flag(
-        "--image",
-        "An image for the model: a file, an address, or - for standard input. Repeat it for more.",
-        action="append",
-        metavar="FILE",
-    ),
-    switch("--allow-remote-images", "Fetch images from http and https addresses of the public internet."),
     flag("--input -i", "File of requests, one JSON object per line.", type=Path, required=True, metavar="FILE"),
     flag("--output -o", "File to write.", type=Path, metavar="FILE"),
     flag("--decode-concurrency --concurrency", "Most requests that are answered at the same time.", 32, metavar="N"),
@@ -232,7 +225,6 @@ GENERATE: list[str | Flag] = [
         help="The prompt; piped text follows it, or is the prompt. - reads it to its end. Default: the piped text."
     ),
     FLAGS["max-tokens"].but(default=100),
-    "image allow-remote-images",
     "system-prompt chat-template-config extra-eos-token prefill-response ignore-chat-template",
     flag(
         "--verbose",
@@ -247,8 +239,6 @@ GENERATE: list[str | Flag] = [
 CHAT: list[str | Flag] = [
     "model-flags adapter-path",
     FLAGS["max-tokens"].but(default=256),
-    FLAGS["image"].but(help="An image for the first message: a file or an address. Repeat it for more."),
-    "allow-remote-images",
     "system-prompt chat-template-config extra-eos-token",
     *(each for each in named(["sampling-flags"]) if each.name != "min-tokens-to-keep"),
     FLAGS["seed"].but(help="Random seed; the same seed gives the same answers, with or without drafts.", default=0),
@@ -278,7 +268,6 @@ SERVE: list[str | Flag] = [
         FLAGS["max-tokens"].but(default=512),
         *(FLAGS[name] for name in ("temp", "top-p", "top-k", "min-p", "chat-template-config")),
         flag("--chat-template", "Chat template to use instead of the model's own. Default: the model's."),
-        FLAGS["allow-remote-images"],
     ),
     *grouped(
         "capacity",

@@ -32,6 +32,7 @@ from .engine import (
     engine_record,
     generation_options,
     note_unquantized,
+    open_images,
     open_tokenizer,
     prefill_progress,
     print_summary,
@@ -39,7 +40,6 @@ from .engine import (
     watched,
 )
 from .flags import cache_options, loading_options, template_options, text_of
-from .images import open_images, with_images
 from .piped import prompt_text
 
 HINT = "; try without --system-prompt and --chat-template-config, or with --ignore-chat-template"
@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> None:
     cache, settings = prompt_cache(args)
     folder, tokenizer = open_tokenizer(args, settings, template=not args.ignore_chat_template, cached=cache is not None)
     check_characters(len(args.prompt), longest_context(config_of(folder)))
-    prompt, images = encode_prompt(tokenizer, args, folder, in_cache=cache is not None)
+    images = open_images(args, folder, args.image) if getattr(args, "image", None) else None
+    prompt = encode_prompt(tokenizer, args, in_cache=cache is not None, images=images)
     if not prompt:
         raise UsageError("--prompt: empty; give at least one token")
     held = _cached_tokens(cache)
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
         )
         with watched(model, args) as session:
             check_cache(session.forms, cache, f"--prompt-cache-file {args.prompt_cache_file}")
-            options = generation_options(args, tokenizer) | {"prompt_cache": cache, **images}
+            options = generation_options(args, tokenizer) | {"prompt_cache": cache, "images": images and images.read}
             begun, answer = prefill_progress(bar, session), AnswerOutput()
             try:
                 for _ in answer.shown(stream_generate(model, tokenizer, prompt, **options), args.preset.stop, begun):
@@ -109,25 +110,12 @@ def _cached_tokens(cache: list[Any] | None) -> int:
         return 0  # check_cache will refuse it
 
 
-def encode_prompt(
-    tokenizer: TokenizerWrapper, args: argparse.Namespace, folder: Path, in_cache: bool
-) -> tuple[list[int], dict[str, Any]]:
-    """Returns the prompt's tokens, and its images as an argument of ``stream_generate``, if it has any."""
-    if args.image and in_cache:
-        raise UsageError("--image: does not work with --prompt-cache-file")
-    opened = open_images(args, folder, args.image) if args.image else None
-    templated = tokenizer.has_chat_template and not args.ignore_chat_template
-    text = _rendered_prompt(tokenizer, args, opened, in_cache) if templated else args.prompt
-    if opened is None:
-        return list(tokenizer.encode(text, **({"add_special_tokens": False} if templated else {}))), {}
-    tokens, images = opened[0].read(text, opened[1], special=not templated)
-    return tokens, {"images": images}
-
-
-def _rendered_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, opened: Any, in_cache: bool) -> str:
+def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cache: bool, images: Any) -> list[int]:
     extra = template_options(args.chat_template_config)
-    content = args.prompt if opened is None else with_images(tokenizer, opened[0], args.prompt, len(opened[1]))
-    messages = [*map(dict, args.preset.messages), {"role": "user", "content": content}]
+    encode, text = (tokenizer.encode, args.prompt) if images is None else (images.encode, images.mark + args.prompt)
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        return list(encode(text, add_special_tokens=True))
+    messages = [*map(dict, args.preset.messages), {"role": "user", "content": text}]
     if args.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": text_of("--system-prompt", args.system_prompt)})
     if args.prefill_response is not None:
@@ -138,7 +126,7 @@ def _rendered_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, open
         # The cache already holds what the template writes before the question.
         messages[-1]["content"] = "<query>"
         prompt = prompt[max(0, rendered(tokenizer, messages, HINT, **extra).find("<query>")) :]
-    return prompt
+    return list(encode(prompt, add_special_tokens=False))
 
 
 def cache_prompt(args: argparse.Namespace) -> None:

@@ -147,7 +147,8 @@ def _check(args: argparse.Namespace) -> None:
 
         local_folder(short_names().get(args.model, args.model))
     if args.command == "generate":
-        args.prompt = whole_prompt(args.prompt, alone=args.ranks is None and "-" not in (args.image or ()))
+        piped = args.ranks is None and "-" not in (getattr(args, "image", None) or ())
+        args.prompt = whole_prompt(args.prompt, alone=piped)
 
 
 @contextmanager

@@ -66,8 +66,7 @@ def run(args: argparse.Namespace) -> None:
         service = stack.enter_context(closing(open_service(args, names)))
         if service.forecast is not None:
             tell(service.forecast.line)
-        large = any(card.images for card in service.models())
-        limits = ClientLimits(body_bytes=IMAGES_BYTES) if large else None
+        limits = ClientLimits(body_bytes=IMAGES_BYTES) if any(card.images for card in service.models()) else None
         site = Site(args.preset.service(service), all_apis(), limits, defaults)
         site.journal = tell
         address = url(args.host, sockets)
@@ -208,5 +207,5 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
         most_context=None if args.max_context is None else whole("--max-context", args.max_context),
         draft_tokens=draft_tokens(args).get("num_draft_tokens"),
         secret=key_of(args),
-        remote_images=args.allow_remote_images,
+        remote_images=getattr(args, "allow_remote_images", False),
     )
