@@ -70,6 +70,7 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "resident_units": list(plan.resident),
         "streamed_units": list(plan.streamed),
         "by_row_bytes": size.tables,
+        "row_bytes_per_token": size.row_bytes,
         "head_bytes": size.head.resident if size.head is not None else 0,
         "experts_per_layer": [layer.experts.count if layer.experts is not None else 0 for layer in size.layers],
         "expert_slots": [dict(plan.pools).get(i, 0) for i in range(len(size.layers))],
@@ -106,6 +107,8 @@ def _show(r: dict[str, Any], prepared: Preparation) -> None:
         ("layers", f"{r['layers']} of {_between(r['layer_bytes'], format_size)}, "
                    f"{format_size(r['layers_bytes'])} together"),
         ("not layers", format_size(r["non_layer_bytes"])),
+        ("tables", f"{format_size(r['by_row_bytes'])} read by row, {format_size(r['row_bytes_per_token'])} a token"
+                   if r["by_row_bytes"] else ""),
         ("experts", f"{each} in each of {counted(len(experts), 'layer')}, {used}" if experts else ""),
         ("context", f"{format_size(r['context_bytes'])} for {counted(r['context'], 'token')}"),
         ("all resident from", format_size(r["resident_budget_bytes"], round_up=True)),

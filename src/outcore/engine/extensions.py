@@ -1,7 +1,8 @@
 """Packages that join the engine: ``outcore_kv`` stores keys and values on disk, ``outcore_experts`` reads single
-experts.
+experts, ``outcore_rows`` knows rows of tables before a pass.
 
-Each has a module of the group ``kv_offload`` or ``on_demand``. Without the latter, all experts of a layer are streamed.
+Each has a module of the group ``kv_offload``, ``on_demand`` or ``row_prefetch``. Without the second, all experts of a
+layer are streamed; without the last, rows are read when they are looked up.
 """
 
 from __future__ import annotations
@@ -84,3 +85,9 @@ class OnDemand(ExpertFinder, Protocol):
 
 def on_demand() -> OnDemand | None:
     return next((cast(OnDemand, module) for module in modules("on_demand").values()), None)
+
+
+def prefetch_rows(streaming: Streaming, profile: ModelProfile) -> None:
+    """Makes each pass of the model start reading the rows that it will look up before it begins."""
+    for module in modules("row_prefetch").values():
+        module.install(streaming, profile)

@@ -136,7 +136,7 @@ def profile_of(
     to = Cast(lazy.model, dtype)
     place = Place(lazy.origins if where is None else where, direct, device_alignment())
     layers = _layers_on_disk(lazy, place.where)
-    trace, pieces, candidates, notes = _traced(lazy, layers, to, experts)
+    trace, layers, pieces, candidates, notes = _traced(lazy, layers, to, experts, place)
     item, called = item_bytes(dict(named_parameters(lazy.model)), dtype), set(trace.order)
     sizes, parts = list[LayerSize](), list[LayerParts]()
     for i, layer in enumerate(layers):
@@ -150,7 +150,7 @@ def profile_of(
         parts.append(LayerParts(pieces[i], casts, _decoders(lazy, layer, place), None, switch))
     sizes, too_large = _within_slots(sizes, layers)
     resident = {i for i, size in enumerate(sizes) if not size.streamable}
-    tables, order = _tables(lazy, candidates, to, trace, len(layers))
+    tables, order = _tables(lazy, candidates, to, trace, len(layers), place)
     order = [i for i in order if i not in resident] or [i for i in range(len(layers)) if i not in resident]
     own = {} if trace.evaluates else {i: n for i, n in trace.own.items() if i not in resident}
     unbounded = {
@@ -213,7 +213,7 @@ def _within_slots(sizes: Sequence[LayerSize], layers: Sequence[Layer]) -> tuple[
 
 
 def _tables(
-    lazy: LazyModel, candidates: Sequence[Layer], to: Cast, trace: Trace, layers: int
+    lazy: LazyModel, candidates: Sequence[Layer], to: Cast, trace: Trace, layers: int, place: Place
 ) -> tuple[list[Table], list[int]]:
     """Returns the tables that a pass uses, and the order of layers and tables as in ``ModelProfile.order``."""
     tables: list[Table] = []
@@ -222,11 +222,11 @@ def _tables(
     for n, table in enumerate(candidates, start=layers):
         multiplied, looked_up = n in trace.order, n in trace.looked_up
         if multiplied or looked_up:
-            where = tuple(lazy.origins[f"{table.path}.{p.path}"] for p in table.parameters)
+            where = tuple(w for w in _places(lazy, table, place) if w is not None)
             casts = tuple(to.target(f"{table.path}.{p.path}", p.array.dtype) for p in table.parameters)
             numbers[n] = layers + len(tables)
             head = multiplied and trace.order.index(n) > behind
-            tables.append(Table(table, where, casts, looked_up, multiplied, head))
+            tables.append(Table(table, where, casts, looked_up, multiplied, head, trace.looked_up.get(n, 0)))
     return tables, [numbers.get(i, i) for i in trace.order]
 
 
@@ -252,7 +252,7 @@ def _model_size(
         taken["workspace"] = CUDA_WORKSPACE
         taken["token"] = max(taken["token"], graph_operations() * CUDA_OPERATION * taken["hidden"])
     # Rows that were looked up stay in memory until the first unit computes with them.
-    taken["hidden"] = max(taken["hidden"], trace.passing.passed, sum(t.row_bytes for t in tables if t.looked_up))
+    taken["hidden"] = max(taken["hidden"], trace.passing.passed, sum(t.row_bytes * t.rows for t in tables))
     # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
     by_token = on_cpu()
     if not by_token:
@@ -276,6 +276,7 @@ def _model_size(
         context=context,
         prompt=prompt,
         tables=sum(resident_bytes(t) for t in tables if not t.multiplied),
+        row_bytes=sum(t.row_bytes * t.rows for t in tables if not t.multiplied),
         head=head_size([t for t in tables if t.multiplied], place),
         most_unit=most_unit(most_slot_bytes()),
         reuse=METAL_REUSE_BYTES if mx.metal.is_available() and not by_token else REUSE_BYTES,
@@ -284,38 +285,60 @@ def _model_size(
     )
 
 
-def _on_disk(lazy: LazyModel, table: Layer) -> bool:
+def _places(lazy: LazyModel, table: Layer, place: Place) -> list[TensorInfo | None]:
+    paths = (f"{table.path}.{p.path}" for p in table.parameters)
+    return [lazy.origins.get(path) or place.where.get(path) for path in paths]
+
+
+def _on_disk(lazy: LazyModel, table: Layer, place: Place) -> bool:
     """Whether all of a table lies on disk row by row, in the form that the model uses."""
-    paths = [f"{table.path}.{p.path}" for p in table.parameters]
-    rows = {p.array.shape[0] for p in table.parameters}
-    return bool(paths) and len(rows) == 1 and all(path in lazy.origins for path in paths)
+    rows, places = {p.array.shape[0] for p in table.parameters}, _places(lazy, table, place)
+    return len(rows) == 1 and all(info is not None and info.stored is None for info in places)
 
 
 def _traced(
-    lazy: LazyModel, layers: Sequence[Layer], to: Cast, experts: ExpertFinder | None
-) -> tuple[Trace, list[tuple[Projection, ...]], list[Layer], list[str]]:
-    """Traces a pass. Returns the trace, each layer's pieces in call order, the tables that need not be in memory, and
-    notes."""
-    model, pieces = lazy.model, [find_pieces(layer) for layer in layers]
+    lazy: LazyModel, layers: list[Layer], to: Cast, experts: ExpertFinder | None, place: Place
+) -> tuple[Trace, list[Layer], list[tuple[Projection, ...]], list[Layer], list[str]]:
+    """Traces a pass. Returns the trace, the layers without tables, each layer's pieces in call order, the tables that
+    need not be in memory, and notes."""
+    model, whole = lazy.model, layers
     if not layers:
-        return _all_resident(model), pieces, [], ["no layer lists were found: the whole model stays resident"]
-    tables = [t for t in find_tables(model, layers) if _on_disk(lazy, t)]
+        return _all_resident(model), [], [], [], ["no layer lists were found: the whole model stays resident"]
+    inner = {id(p.module) for layer in layers for p in layer.parameters}
+    tables = [t for t in find_tables(model, layers) if _on_disk(lazy, t, place)]
     # Small products between layers are not worth a place in the ring.
-    largest = max((t.nbytes for t in tables), default=0)
+    largest = max((t.nbytes for t in tables if id(t.module) not in inner), default=0)
     tables = [t for t in tables if t.nbytes * 8 >= largest]
-    routed = {} if experts is None else {i: experts.switches_in(layer) for i, layer in enumerate(layers)}
-    found = trace_pass(model, layers, tables, pieces, to.target, routed)
-    if found.failure is not None and tables:
+    while True:
+        apart = {id(t.module) for t in tables}
+        matrices = [tuple(p for p in layer.parameters if id(p.module) not in apart) for layer in whole]
+        layers = [replace(layer, parameters=own) for layer, own in zip(whole, matrices, strict=True) if own]
+        pieces = [find_pieces(layer) for layer in layers]
+        routed = {} if experts is None else {i: experts.switches_in(layer) for i, layer in enumerate(layers)}
+        found = trace_pass(model, layers, tables, pieces, to.target, routed)
+        _note_parts(found, {t.path: n for n, t in enumerate(tables, len(layers))})
+        rows = found.looked_up.keys() - {*found.order}
+        kept = [t for n, t in enumerate(tables, len(layers)) if id(t.module) not in inner or n in rows]
+        if found.failure is None and len(kept) == len(tables):
+            break
+        if not tables:
+            why = f"its forward pass reaches into layers from outside ({found.failure})"
+            return _all_resident(model), layers, pieces, [], [f"nothing can be streamed: {why}"]
         # The model's code reads a table's weights directly; layers may be streamable all the same.
-        tables = []
-        found = trace_pass(model, layers, (), pieces, to.target, routed)
-    if found.failure is not None:
-        why = f"its forward pass reaches into layers from outside ({found.failure})"
-        return _all_resident(model), pieces, [], [f"nothing can be streamed: {why}"]
+        outer = [t for t in tables if id(t.module) not in inner]
+        tables = kept if found.failure is None else outer if len(outer) < len(tables) else []
     silent = [layer.path for i, layer in enumerate(layers) if i not in found.order]
     notes = [f"never called, so kept resident: {_list(silent)}"] if silent else []
     ordered = [tuple(parts[n] for n in found.pieces.get(i, range(len(parts)))) for i, parts in enumerate(pieces)]
-    return found, ordered, tables, notes
+    return found, layers, ordered, tables, notes
+
+
+def _note_parts(trace: Trace, numbers: Mapping[str, int]) -> None:
+    """Notes all parts of tables in parts (a list of embeddings), as a trace's few tokens need only some of them."""
+    parts = {path.rpartition(".")[0] for path, n in numbers.items() if n in trace.looked_up}
+    for path, n in numbers.items():
+        if path[-1].isdigit() and path.rpartition(".")[0] in parts:
+            trace.looked_up.setdefault(n, 0)
 
 
 def _all_resident(model: nn.Module) -> Trace:

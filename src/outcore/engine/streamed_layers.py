@@ -39,7 +39,7 @@ class Table:
         layer: its module and parameters (weight, and scales and biases if quantized), rows first.
         places: location of each parameter on disk.
         casts: dtype that each parameter is computed in; None: as stored.
-        looked_up: a pass looks up rows in it.
+        looked_up: a pass looks up rows in it; ``rows``: how many for each token.
         multiplied: a pass multiplies by it, in slices if it is streamed.
         head: it is multiplied by after all layers, so only results depend on it. (Layers depend on other tables, such
             as projections of embeddings in gemma3n.)
@@ -51,6 +51,7 @@ class Table:
     looked_up: bool
     multiplied: bool
     head: bool
+    rows: int = 1
 
     @property
     def row_bytes(self) -> int:
@@ -74,26 +75,30 @@ class StreamedTable:
     def module(self) -> nn.Module:
         return self.table.layer.module
 
-    def rows_of(self, ids: mx.array) -> tuple[list[mx.array], mx.array]:
-        """Reads the rows of ``ids`` from disk, each once.
-
-        Evaluates ``ids``. Ids below 0 count from the end, as in MLX.
-
-        Returns:
-            the parameters with these rows only, and the indices of ``ids`` into them.
-        """
+    def begin(self, ids: mx.array) -> tuple[list[int], mx.array]:
+        """Starts reading the rows of ``ids`` from disk, each once. Evaluates ``ids``. Ids below 0 count from the end,
+        as in MLX. Returns the rows, and the indices of ``ids`` into them."""
         assert self.reader is not None
         rows = self.table.places[0].shape[0]
         asked = np.array(ids).astype(np.int64)
         asked = np.where(asked < 0, asked + rows, asked).clip(0, rows - 1)
         unique, places = np.unique(asked, return_inverse=True)
+        wanted = unique.tolist()
+        for info in self.table.places:
+            self.reader.begin(info.file, info.offset, info.nbytes // rows, wanted, self.table.layer.path)
+        return wanted, mx.array(places.reshape(asked.shape).astype(np.int32))
+
+    def rows_of(self, ids: mx.array) -> tuple[list[mx.array], mx.array]:
+        """Reads the rows of ``ids``. Returns the parameters with these rows only, and the indices of ``ids`` into
+        them."""
+        assert self.reader is not None
+        (unique, places), rows = self.begin(ids), self.table.places[0].shape[0]
         arrays = []
         for info, cast in zip(self.table.places, self.table.casts, strict=True):
-            row = info.nbytes // rows
-            data = self.reader.read(info.file, info.offset, row, unique.tolist(), self.table.layer.path)
+            data = self.reader.read(info.file, info.offset, info.nbytes // rows, unique, self.table.layer.path)
             array = mx.array(data).view(DTYPES[info.dtype]).reshape(len(unique), *info.shape[1:])
             arrays.append(array if cast is None else array.astype(cast))
-        return arrays, mx.array(places.reshape(asked.shape).astype(np.int32))
+        return arrays, places
 
     def calls(self, enter: Callable[[int], Call]) -> tuple[Call, Call | None]:
         """Returns replacements for the table's call and its ``as_linear`` (None: not needed); ``enter`` returns the

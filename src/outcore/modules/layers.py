@@ -123,16 +123,17 @@ def find_layers(model: nn.Module) -> list[Layer]:
     return list(found.values())
 
 
-TABLES = (nn.Embedding, nn.QuantizedEmbedding, nn.Linear, nn.QuantizedLinear)
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+TABLES = (*EMBEDDINGS, nn.Linear, nn.QuantizedLinear)
 
 
 def find_tables(model: nn.Module, layers: Sequence[Layer]) -> list[Layer]:
-    """Return the embeddings and linear modules outside all layers, which can be read by row or in slices of rows."""
-    inside = {id(m) for layer in layers for m in modules(layer.module)}
+    """Return embeddings, which can be read by row, and the linear modules outside all layers, in slices of rows."""
+    inside, seen = {id(m) for layer in layers for m in modules(layer.module)}, set[int]()
     found = []
     for path, module in named_modules(model):
-        if type(module) in TABLES and id(module) not in inside:
-            inside.add(id(module))
+        if type(module) in (EMBEDDINGS if id(module) in inside else TABLES) and id(module) not in seen:
+            seen.add(id(module))
             parameters = tuple(_parameters(module))
             if parameters:
                 found.append(Layer(path, module, parameters))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +41,7 @@ class StandIns:
         switches: by layer, the modules that are called with expert indices.
 
     Attributes:
-        order, looked_up, used: as in ``Trace``; ``order`` is that of the current pass.
+        order, used: as in ``Trace``; ``order`` is that of the current pass. ``looked_up``: by table, its rows.
         calls: by layer, its pieces in call order. ``given``: by unit, the caches passed to it.
         hidden: bytes of the largest first array argument of a layer. ``extra``: the other arguments, by ``id()``.
     """
@@ -54,7 +55,7 @@ class StandIns:
         foreign: bool,
         switches: Mapping[int, Sequence[nn.Module]],
     ) -> None:
-        self.order, self.looked_up, self.used = list[int](), set[int](), dict[int, int]()
+        self.order, self.looked_up, self.used = list[int](), Counter[int](), dict[int, int]()
         self.begin()
         self._units, self._layers, self._split, self._switches = units, layers, split, switches
         self._swapped: list[nn.Module] = []
@@ -81,7 +82,7 @@ class StandIns:
             numbers = range(len(unit.parameters))
             looks_up = i >= self._layers and isinstance(unit.module, nn.Embedding | nn.QuantizedEmbedding)
             if looks_up:
-                looked_up = functools.partial(self._see, i, self.looked_up.add)
+                looked_up = functools.partial(self._looked_up, i)
                 self._swap(unit.module, looked_up, i, numbers, self._with_weights(see, i, numbers))
             else:
                 self._swap(unit.module, see, i, numbers)
@@ -124,6 +125,9 @@ class StandIns:
             arrays = _arrays([*args, *kwargs.values()])
             self.hidden = max(self.hidden, *(a.nbytes for a in arrays[:1]), 0)
             self.extra |= {id(a): a for a in arrays[1:]}
+
+    def _looked_up(self, table: int, args: Any, kwargs: Any) -> None:
+        self.looked_up[table] += args[0].size
 
     def _piece_called(self, layer: int, piece: int, args: Any, kwargs: Any) -> None:
         self.calls.setdefault(layer, []).append(piece)

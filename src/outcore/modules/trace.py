@@ -114,7 +114,7 @@ class Trace:
     Attributes:
         order: indices of layers, and of tables that are multiplied with, in call order; empty: no pass could be built.
             Tables are numbered after the layers.
-        looked_up: indices of tables whose rows are looked up, numbered as in ``order``.
+        looked_up: by table whose rows are looked up, numbered as in ``order``: rows for each token.
         caches: growth of each cache, with every ``CacheList`` flattened; ``forms``: their forms.
         known: whether all caches are of known classes.
         state_bytes: bytes of the largest recurrent state.
@@ -129,7 +129,7 @@ class Trace:
     """
 
     order: list[int] = field(default_factory=list)
-    looked_up: set[int] = field(default_factory=set)
+    looked_up: dict[int, int] = field(default_factory=dict)
     caches: tuple[Growth, ...] = ()
     forms: tuple[CacheForm, ...] = ()
     known: bool = True
@@ -281,7 +281,8 @@ class _Run:
                     if found.passing.scores == FUSED and all(type(c) is KVCache for c in caches):
                         found.attention = frozenset(s for s in attention.shapes if s and None not in attention.shapes)
                 held.append([cache_bytes(c) for c in caches])
-            found.order, found.looked_up, found.used = stage.order, stage.looked_up, stage.used
+            found.order, found.used = stage.order, stage.used
+            found.looked_up = {n: -(-rows // sum(passes)) for n, rows in stage.looked_up.items()}
             if called[1:]:
                 total = sum(passes)
                 late = [a for a in stage.extra.values() if a.ndim > 2 and a.shape[-2] == total]

@@ -186,7 +186,7 @@ class Candidate:
             StreamedPart(i, p.pieces, p.slot, p.read, p.cast, p.experts) for i, cut in self._streamed for p in cut.parts
         ]
         streamed = tuple([i for i, _ in self._streamed])
-        read = sum(map(size.kv_read, streamed)) if size.on_disk else 0
+        read = (sum(map(size.kv_read, streamed)) if size.on_disk else 0) + size.row_bytes * self._streams
         for _, cut in self._streamed:
             read += cut.read
         return Plan(

@@ -141,7 +141,7 @@ class ModelSize(ActivationSize):
 
     Attributes:
         non_layer: embeddings, norms, head, and every 1-D parameter; includes ``tables`` and ``head``.
-        tables: embeddings that are only looked up in, so that single rows can be read.
+        tables: embeddings that are only looked up in, so that single rows can be read; ``row_bytes``: those of a token.
         head: the output head (or tied embeddings) if it can be streamed in slices as large as the slots. ``slot`` is
             the smallest slice's, ``cast`` that of the whole head.
         rest_kind: everything computed outside of layers, as a kind of ``Calibration.kinds``.
@@ -154,6 +154,7 @@ class ModelSize(ActivationSize):
     layers: tuple[LayerSize, ...]
     non_layer: int
     tables: int = 0
+    row_bytes: int = 0
     head: LayerSize | None = None
     rest_kind: str = ""
     recurrences: int = 0
