@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
+import struct
 import threading
 import time
+import zlib
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,8 +17,10 @@ from typing import Any, cast
 import pytest
 
 import browser
+import outcore_vision.parts
 from fake_service import FakeService
 from outcore.monitoring.publisher import Board
+from outcore.serve import requests
 from outcore.serve.access import Access
 from outcore.serve.app import all_apis, application
 from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard, TextPart
@@ -68,6 +73,7 @@ class Scripted(FakeService):
         self.names: tuple[str, ...] = ("fake", "other")
         self.stalls_s: float | None = None
         self.stall_s, self.how = 10.0, "direct"
+        self.images: dict[str, int] = {}
 
     async def say(self, ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         self.asked.append(ask)
@@ -96,7 +102,7 @@ class Scripted(FakeService):
         return made_up(disk=disk)
 
     def models(self) -> list[ModelCard]:
-        return [ModelCard(name, loaded=True) for name in self.names]
+        return [ModelCard(name, loaded=True, images=self.images) for name in self.names]
 
     def card(self, name: str) -> ModelCard:
         return ModelCard(name, loaded=True)
@@ -185,7 +191,7 @@ def page(shared: Page) -> Iterator[Page]:
     """With an empty store and a wide window."""
     shared.tab.call("Storage.clearDataForOrigin", origin=shared.url.rstrip("/"), storageTypes="all")
     fresh = Scripted()
-    for name in ("text", "thought", "pace_s", "names", "asked", "stalls_s", "how", "status"):
+    for name in ("text", "thought", "pace_s", "names", "asked", "stalls_s", "how", "status", "images"):
         setattr(shared.service, name, getattr(fresh, name))
     shared.tab.window(1300, 800)
     shared.open()
@@ -298,6 +304,81 @@ def test_messages_are_edited_and_regenerated(page: Page) -> None:
     page.open()
     page.run("t.click('#chats a')")
     assert page.texts(".said .text") == ["One", "first", "Two!", "second"]
+
+
+def png(width: int, height: int, colour: tuple[int, int, int] = (255, 0, 0), alpha: int = 255) -> list[int]:
+    """A picture of one colour."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head, row = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0), b"\0" + bytes((*colour, alpha)) * width
+    parts = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(row * height)) + chunk(b"IEND", b"")
+    return list(b"\x89PNG\r\n\x1a\n" + parts)
+
+
+def sent_images(ask: GenerationRequest) -> list[tuple[str, tuple[int, ...]]]:
+    """The kind and size of each image of the last message."""
+    assert ask.messages is not None
+    content, found = ask.messages[-1]["content"], []
+    for part in content if isinstance(content, list) else ():
+        if part["type"] == "image":
+            head, _, text = part["image"].source.partition(",")
+            data = base64.b64decode(text)
+            size = struct.unpack(">II", data[16:24]) if "png" in head else ()
+            found.append((head.removeprefix("data:image/").removesuffix(";base64"), size))
+    return found
+
+
+def test_images_are_picked_pasted_and_dragged_made_smaller_and_sent(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, reader in outcore_vision.parts.READERS.items():
+        monkeypatch.setitem(requests.OPAQUE, name, reader)
+    page.service.images = {"pixels": 4_000_000, "bytes": 1_000_000, "count": 3}
+    page.tab.window(390, 800)
+    page.open()
+    page.give("file", ("large.png", png(2400, 1600)), ("broken.png", [137, 80, 78, 71]))
+    page.until("document.querySelectorAll('#files img').length === 1 && !document.getElementById('notice').hidden")
+    assert page.texts("#notice")[0].startswith("broken.png cannot be read as an image")
+    page.run(f"t.hand('paste', 'pasted.png', {json.dumps(png(40, 30, alpha=0))})")
+    page.until("document.querySelectorAll('#files img').length === 2")
+    page.run(f"t.hand('drop', 'dropped.png', {json.dumps(png(30, 20))})")
+    page.until("document.querySelectorAll('#files img').length === 3")
+    assert page.run("t.outside()") == []
+    page.give("file", ("fourth.png", png(8, 8)))
+    page.until("document.getElementById('notice').textContent.startsWith('At most 3 images are taken.')")
+    page.run("t.click('#files [aria-label=\"Remove dropped.png\"]')")
+    page.send("What is it?")
+    ask = page.service.asked[-1]
+    assert ask.messages is not None and ask.messages[-1]["content"][-1] == {"type": "text", "text": "What is it?"}
+    (large, (width, height)), small = sent_images(ask)
+    assert large == "png" and 1_980_000 < width * height <= 2_000_000 and abs(width / height - 1.5) < 0.01
+    assert small == ("png", (40, 30))
+    assert page.run("[...document.querySelectorAll('.said.user img')].map(e => e.alt)") == ["large.png", "pasted.png"]
+    assert page.run("[...document.querySelectorAll('.said.user img')].every(e => e.complete && e.naturalWidth)")
+    assert page.run("t.outside()") == [] and page.texts("#files li") == []
+    page.open()
+    page.run("t.click('#chats a')")
+    page.send("And now?")
+    assert page.service.asked[-1].messages is not None and len(page.service.asked[-1].messages) == 3
+    assert page.service.asked[-1].messages[0]["content"][0]["type"] == "image"
+    page.run("t.catchDownloads()")
+    page.run("t.click('#export-markdown')")
+    assert "(image: large.png)" in page.until("window.saved")
+
+
+def test_a_model_of_text_is_given_no_images_and_imports_bring_none_that_are_harmful(page: Page) -> None:
+    page.give("file", ("b.png", png(8, 8)))
+    page.until("!document.getElementById('notice').hidden")
+    assert page.texts("#notice")[0].startswith("b.png is not a text file, and this model takes no images.")
+    harmful = ("javascript:pwned()", "http://evil.example/x.png", "data:image/svg+xml;base64,PHN2Zy8+",
+               "data:image/png;base64,AAAA\" onerror=\"pwned()", "data:text/html;base64,AAAA")  # fmt: skip
+    files = [{"name": f"{n}", "text": "x", "image": image} for n, image in enumerate(harmful)]
+    chat = {"id": "1", "title": "Taken", "changed": 1, "messages": [{"role": "user", "content": "x", "files": files}]}
+    page.give("chats-file", ("a.json", json.dumps({"format": "outcore-chats/1", "chats": [chat]})))
+    page.until("document.querySelectorAll('.said.user details').length === 5")
+    assert page.run("document.querySelectorAll('img').length") == 0 and page.run("t.harmful()") == []
 
 
 def test_conversations_files_and_exports(page: Page) -> None:

@@ -20,6 +20,14 @@ window.t = {
     field.files = held.files;
     field.dispatchEvent(new Event("change"));
   },
+  // A file that is pasted, or dragged into the window.
+  hand(kind, name, content) {
+    const held = new DataTransfer(), file = new File([new Uint8Array(content)], name, {type: "image/png"});
+    held.items.add(file);
+    const text = document.getElementById("text"), given = {bubbles: true, cancelable: true};
+    text.dispatchEvent(kind === "paste" ? new ClipboardEvent("paste", {clipboardData: held, ...given}) :
+      new DragEvent("drop", {dataTransfer: held, ...given}));
+  },
   // Downloads go to window.saved.
   catchDownloads() {
     URL.createObjectURL = blob => { blob.text().then(text => { window.saved = text; }); return "blob:none"; };

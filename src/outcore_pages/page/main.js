@@ -1,11 +1,13 @@
 // The chat: conversations, their messages, and what is asked of the model.
 import {Rendered, button, copyButton} from "./markdown.js";
-import {ask, events, modelNames, short, wrongOf} from "./server.js";
+import {imageOf, isImage} from "./images.js";
+import {ask, events, models, short, wrongOf} from "./server.js";
 import {asJson, asMarkdown, forget, fromJson, keep, newChat, stored, whole} from "./store.js";
 import {stalledSeconds, watch} from "./watch.js";
 
 const $ = id => document.getElementById(id);
 const MOST_FILE = 1_000_000;
+let served = [];  // the models, and what they take
 let chats = [];  // all of this browser, the latest first
 let chat = newChat();  // the one that is shown; a new one is kept with its first message
 let files = [];  // attached to the message that is being written
@@ -137,7 +139,13 @@ function messageView(message) {
   showMessage(message, true);
   return box;
 }
+function picture(file) {
+  const made = element("img");
+  Object.assign(made, {src: file.image, alt: file.name, title: file.name});
+  return made;
+}
 function fileView(file) {
+  if (file.image) return picture(file);
   const box = element("details", "file");
   box.append(element("summary", "", file.name), element("pre", "", file.text));
   return box;
@@ -250,9 +258,14 @@ function more(message) {
 
 // Asking
 
+function contentOf(message) {
+  const images = message.files.filter(file => file.image), text = whole(message);
+  if (!images.length) return text;
+  return [...images.map(file => ({type: "image_url", image_url: {url: file.image}})), {type: "text", text}];
+}
 function bodyOf(one) {
   const said = one.messages.filter(m => m.role === "user" || m.content);
-  const messages = said.map(m => ({role: m.role, content: m.role === "user" ? whole(m) : m.content}));
+  const messages = said.map(m => ({role: m.role, content: m.role === "user" ? contentOf(m) : m.content}));
   if (one.system.trim()) messages.unshift({role: "system", content: one.system});
   const body = {model: $("model").value, messages, stream: true, stream_options: {include_usage: true}};
   if (one.temperature !== "") body.temperature = one.temperature;
@@ -408,19 +421,28 @@ $("text").addEventListener("keydown", event => {
 
 function showFiles() {
   $("files").replaceChildren(...files.map(file => {
-    const row = element("li", "", file.name);
+    const row = element("li", file.image ? "image" : "", file.image ? "" : file.name);
+    if (file.image) row.append(picture(file));
     row.append(button("✕", () => { files = files.filter(other => other !== file); showFiles(); }, "Remove " + file.name));
     return row;
   }));
 }
 async function attach(list) {
+  const taken = served.find(one => one.name === $("model").value)?.images;
   for (const file of list) {
+    if (taken && isImage(file)) {
+      if (files.filter(other => other.image).length >= taken.count) { notice(`At most ${taken.count} images are taken.`); break; }
+      try { files.push({name: file.name, text: "", image: await imageOf(file, taken)}); } catch (e) {
+        notice(`${file.name} cannot be read as an image: ${e.message}`);
+      }
+      continue;
+    }
     if (file.size > MOST_FILE) { notice(`${file.name} is larger than 1 MB.`); continue; }
     try {
       const text = new TextDecoder("utf-8", {fatal: true}).decode(await file.arrayBuffer());
       if (text.includes("\0")) throw new Error("not text");
       files.push({name: file.name, text});
-    } catch { notice(`${file.name} is not a text file.`); }
+    } catch { notice(`${file.name} is not a text file${isImage(file) ? ", and this model takes no images" : ""}.`); }
   }
   showFiles();
   $("text").focus();
@@ -504,7 +526,8 @@ addEventListener("popstate", openByAddress);
 
 async function listModels() {
   try {
-    const names = await modelNames();
+    served = await models();
+    const names = served.map(one => one.name);
     $("model").replaceChildren(...names.map(name => new Option(short(name), name)));
     $("model").disabled = names.length < 2;
     if (names.includes(chat.model)) $("model").value = chat.model;

@@ -42,8 +42,9 @@ export async function wrongOf(response) {
   const text = await response.text();
   try { return JSON.parse(text).error.message || text; } catch { return text || response.statusText; }
 }
-export async function modelNames() {
-  return (await (await ask("v1/models")).json()).data.map(model => String(model.id));
+// Each with what it takes of images, or null.
+export async function models() {
+  return (await (await ask("v1/models")).json()).data.map(model => ({name: String(model.id), images: model.images || null}));
 }
 export async function loads() {
   return (await (await fetch("health")).json()).status === "loading";

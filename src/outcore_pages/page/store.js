@@ -31,6 +31,7 @@ export function newChat(like = {}) {
   return {id: crypto.getRandomValues(new Uint32Array(3)).join("-"), title: "", changed: Date.now(), model, system,
     temperature, tokens, messages: []};
 }
+const IMAGE = /^data:image\/(png|jpeg);base64,[A-Za-z0-9+/]+=*$/;  // as images.js makes them
 // A conversation with fields of the right types only, or null: files that are imported may hold anything.
 export function checked(value) {
   if (!value || typeof value !== "object" || !Array.isArray(value.messages)) return null;
@@ -39,7 +40,8 @@ export function checked(value) {
   const messages = value.messages.filter(one => ["user", "assistant"].includes(one?.role)).map(one => ({
     role: one.role, content: text(one, "content"), reasoning: text(one, "reasoning"), about: text(one, "about"),
     wrong: text(one, "wrong"), cut: one.cut === true, seconds: number(one, "seconds") || 0,
-    files: (Array.isArray(one.files) ? one.files : []).map(file => ({name: text(file, "name"), text: text(file, "text")})),
+    files: (Array.isArray(one.files) ? one.files : []).map(file => ({name: text(file, "name"), text: text(file, "text"),
+      image: IMAGE.test(text(file, "image")) ? file.image : ""})),
   }));
   const chat = newChat({model: text(value, "model"), system: text(value, "system"),
     temperature: number(value, "temperature"), tokens: number(value, "tokens")});
@@ -49,7 +51,7 @@ export function checked(value) {
 
 // What goes to the model for a message, and into an export: its files come first, fenced.
 export function whole(message) {
-  const files = message.files.map(file => {
+  const files = message.files.filter(file => !file.image).map(file => {
     const longest = Math.max(2, ...(file.text.match(/`+/g) || []).map(run => run.length));
     const fence = "`".repeat(longest + 1), kind = /\.(\w+)$/.exec(file.name)?.[1] || "";
     return `${file.name}:\n${fence}${kind}\n${file.text.replace(/\n?$/, "\n")}${fence}\n`;
@@ -62,7 +64,8 @@ export function asMarkdown(chat) {
   for (const message of chat.messages) {
     parts.push(message.role === "user" ? "## You" : "## " + (chat.model || "Answer"));
     if (message.reasoning) parts.push(message.reasoning.trim().replace(/^/gm, "> "));
-    parts.push(whole(message).trim());
+    parts.push(...message.files.filter(file => file.image).map(file => `(image: ${file.name})`));
+    if (whole(message).trim()) parts.push(whole(message).trim());
   }
   return parts.join("\n\n") + "\n";
 }
