@@ -85,7 +85,7 @@ class ModelService:
         self._reader = ThreadPoolExecutor(1, "outcore-prompts")
         self._closing = False
         self._unread = 0  # choices whose prompts are not tokenized yet
-        if any(card.images for card in self.models()):
+        if any(model.card.images for model in shelf.models.values()):
             for package in modules("parts").values():
                 requests.OPAQUE.update(package.READERS)
         own = self.options
