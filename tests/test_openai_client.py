@@ -243,7 +243,7 @@ def test_a_failure_in_a_stream_is_the_clients_own_error() -> None:
 def test_embeddings_are_refused_with_their_reason() -> None:
     async def work(client: openai.AsyncOpenAI) -> None:
         # Not 501, which the client tries three times.
-        with pytest.raises(openai.BadRequestError, match="no model here makes embeddings"):
+        with pytest.raises(openai.BadRequestError, match="demo writes text and makes no vectors"):
             await client.embeddings.create(model="m", input="a")
 
     asking(Said(), work)

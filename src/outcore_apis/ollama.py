@@ -31,7 +31,6 @@ from outcore.serve.api import (
     refused,
 )
 from outcore.serve.events import Begun, Called, Ended, Event, Finished, GenerationRequest, Sampling, TextPart
-from outcore.serve.openai import NO_EMBEDDINGS
 
 from .ollama_models import Named, plain_name, pull, running, show, tags, timestamp
 
@@ -308,8 +307,6 @@ ROUTES = (
     Route("/api/ps", running),
     Route("/api/version", lambda http: {"version": VERSION}),
     Route("/api/pull", pull, "POST"),
-    refused("/api/embed", NO_EMBEDDINGS, status=400),
-    refused("/api/embeddings", NO_EMBEDDINGS, status=400),
     refused("/api/create", "use a Modelfile: outcore serve --modelfile FILE"),
     refused("/api/push", "this server uploads no models"),
     refused("/api/copy", FILES),

@@ -24,6 +24,7 @@ from outcore.options import LoadOptions
 from outcore.plan.planner import make_plan
 
 from .kinds import EMBED, RERANK, TASK, task_of
+from .model_types import load_options
 from .texts import Encoded, TextReader, passes_of, readings_of
 
 # Most tokens that share a reading of the weights, as passes of the planned length.
@@ -222,9 +223,8 @@ def open_embedder(folder: Path, reader: TextReader, o: LoadOptions, progress: An
     if not reader.kind:
         what = "rates no documents" if reader.task == RERANK else "makes no vectors"
         raise UnsupportedModelError(f"{folder}: {what}: mlx-vlm has no such model of this type")
-    model, _ = load_model(
-        folder, replace(o, model_config={**(o.model_config or {}), TASK: reader.task}), progress=progress
-    )
+    o = load_options(folder, replace(o, model_config={**(o.model_config or {}), TASK: reader.task}))
+    model, _ = load_model(folder, o, progress=progress)
     return LoadedEmbedder(embedder_of(model, reader), reader)
 
 

@@ -7,6 +7,8 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from outcore.serve import prompting
@@ -53,6 +55,8 @@ class FakeService:
     Attributes:
         under_way: answers that were begun and are not over; ``closed``: that ended before their last event.
     """
+
+    shelf = SimpleNamespace(named=lambda name: SimpleNamespace(name="demo", folder=Path("demo"), config={}))
 
     def __init__(self, script: Script = words) -> None:
         self.script = script

@@ -25,10 +25,11 @@ from ..engine.session import Folders, Session, closed_sessions
 from ..errors import StoreSpaceError, UnsupportedModelError
 from ..machine.allocator import clear_cache
 from ..machine.device import on_cpu
+from ..modules.mlx_lm_compat import MODEL_TYPES
 from ..options import LoadOptions, chosen
 from ..plan.joint_plan import AUTO, NGRAM, NONE
 from .media import media_reader
-from .opening import no_text, options_for
+from .opening import no_text
 from .prefix_cache import prefix_cache
 from .preparation import Preparation, prepare
 from .speculative.drafting import Drafting
@@ -88,8 +89,6 @@ def load_with_tokenizer(
     progress: Progress | None = None,
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
     require_tokenizer(folder)  # before the weights are read
-    if why := no_text(folder):
-        raise UnsupportedModelError(f"{folder}: {why}")
     model, config = load_model(folder, options, progress=progress)
     try:
         extra = {"trust_remote_code": options.trust_remote_code, **(tokenizer_config or {})}
@@ -158,7 +157,8 @@ def notebook_bar() -> Progress:
 
 
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
-    o = options_for(Path(model_path), o)
+    if MODEL_TYPES not in (o.model_config or {}) and (why := no_text(Path(model_path))):
+        raise UnsupportedModelError(f"{model_path}: {why}")
     if o.ranks is not None:
         o = o.ranks.options(o)
     prepared = prepare(model_path, o)

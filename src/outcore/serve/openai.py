@@ -22,7 +22,6 @@ from .api import (
     WholeChoice,
     logprob_entries,
     new_id,
-    refused,
 )
 from .events import Begun, Called, Ended, Event, Finished, GenerationRequest, ModelCard, RequestError, TextPart
 from .requests import (
@@ -47,7 +46,6 @@ from .requests import (
 )
 
 MOST_CHOICES = 128
-NO_EMBEDDINGS = "no model here makes embeddings; use a server that has such a model"
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -360,6 +358,5 @@ ROUTES = tuple(
         Route(f"{prefix}/chat/completions", chat, "POST"),
         Route(f"{prefix}/models", models),
         Route(f"{prefix}/models/{{model:path}}", model),
-        refused(f"{prefix}/embeddings", NO_EMBEDDINGS, status=400),
     )
 )

@@ -17,7 +17,7 @@ from ..checkpoint.positions import longest_context, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.loader import load_model
 from ..decode.media import media_reader
-from ..decode.opening import no_text
+from ..decode.opening import no_text, options_for
 from ..engine.session import Session
 from ..engine.transport import Forecast
 from ..errors import LinkError, OutcoreError, RequestError
@@ -251,7 +251,8 @@ class ModelService:
         return limit if positions is None else min(limit, positions - tokens + 1)
 
     def _open(self, name: str) -> nn.Module:
-        model, _ = load_model(self.shelf.models[name].folder, self.options.load, progress=self._progress)
+        folder = self.shelf.models[name].folder
+        model, _ = load_model(folder, options_for(folder, self.options.load), progress=self._progress)
         session: Session = model.outcore
         if session.prefix is not None and self.options.secret is not None:
             session.prefix.salt(self.options.secret)
