@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import pkgutil
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ NEEDED = {
     "cache-prompt": ["--model", "{model}", "--prompt", "x", "--prompt-cache-file", "{cache}"],
     "chat": ["--model", "{model}"],
     "batch": ["--model", "{model}", "--input", "{requests}", "--output", "{answers}"],
+    "embed": ["--model", "{vectors}", "--input", "{text}"],
     "perplexity": ["--model", "{model}", "--num-samples", "1", "--sequence-length", "16", "--data-path", "{text}"],
     "draft": ["train", "--model", "{model}", "--input", "{text}", "--output", "{answers}"],
     "info": ["{model}"],
@@ -105,7 +107,10 @@ def test_engine_flags_reach_the_plan(
     text.write_text("one two three four five six seven eight nine ten " * 20)
     body = {"prompt": "x", "max_tokens": 2}
     requests.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}))
-    places = {"cache": tmp_path / "cache", "model": demo_model, "requests": requests, "text": text}
+    vectors = tmp_path / "vectors"
+    shutil.copytree(demo_model, vectors)
+    (vectors / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    places = {"cache": tmp_path / "cache", "model": demo_model, "requests": requests, "text": text, "vectors": vectors}
     needed = [word.format(**places, answers=tmp_path / "answers.jsonl") for word in NEEDED[command]]
     for left_out in ("resident", "experts"):  # which exclude each other
         wanted = {name: value for name, value in VALUES.items() if name != left_out}

@@ -183,6 +183,7 @@ def test_every_command_takes_the_model_with_and_without_its_flag(command: str) -
         "batch": ["-i", "a", "-o", "b"],
         "cache-prompt": ["-p", "a", "--prompt-cache-file", "b"],
         "draft": ["-o", "b", "-i", "a"],
+        "embed": ["-i", "a"],
     }.get(command, [])
     first = ["train"] if command == "draft" else []
     for given in (["m"], ["--model", "m"], *([] if first else [["--model=m", "m"]])):

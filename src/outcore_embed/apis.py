@@ -1,6 +1,6 @@
 """Vectors and ratings of a server: OpenAI's embeddings, Ollama's, and the rerank form of Cohere and Jina.
 
-Requests that wait at the same time share readings of the weights (``Turns``). Between two readings the engine's thread
+Requests that wait at the same time share readings of the weights (``JobQueue``). Between two readings the engine's thread
 does what else is to be done, so a chat with another model waits for one reading, and the rest waits for its answer.
 """
 
@@ -55,7 +55,7 @@ class Job:
         return self.texts[len(self.found) :] if self.wanted else ()
 
 
-class Turns:
+class JobQueue:
     """One model's jobs. Each turn on the engine's thread is a reading of the weights for the texts of several jobs."""
 
     def __init__(self, service: ModelService, model: Offered, task: str) -> None:
@@ -118,7 +118,7 @@ class Turns:
         return self._embedder[1]
 
 
-_turns: weakref.WeakKeyDictionary[ModelService, dict[Path, Turns]] = weakref.WeakKeyDictionary()
+_queues: weakref.WeakKeyDictionary[ModelService, dict[Path, JobQueue]] = weakref.WeakKeyDictionary()
 
 # A tokenizer may be used by one thread at a time.
 _reader = ThreadPoolExecutor(1, "outcore-texts")
@@ -138,10 +138,10 @@ async def _computed(
 ) -> tuple[list[Any], int]:
     """Returns vectors or ratings, and how many tokens the texts have; ``cuts``: too long texts are cut."""
 
-    def prepared() -> tuple[Turns, list[Encoded]]:
-        known = _turns.setdefault(http.service, {})
+    def prepared() -> tuple[JobQueue, list[Encoded]]:
+        known = _queues.setdefault(http.service, {})
         if model.folder not in known:
-            known[model.folder] = Turns(http.service, model, task)
+            known[model.folder] = JobQueue(http.service, model, task)
         turns = known[model.folder]
         texts = encode(turns.reader)
         for n, text in enumerate(texts):
@@ -287,10 +287,12 @@ def rerank(http: HttpRequest) -> Awaitable[Any]:
         raise wrong("query", "is empty")
     if not 1 <= len(body.documents) <= MOST_TEXTS:
         raise wrong("documents", f"{len(body.documents)} texts; give 1 to {MOST_TEXTS}")
-    texts = [d.get("text") if isinstance(d, dict) else d for d in body.documents]
-    for n, text in enumerate(texts):
+    texts: list[str] = []
+    for n, document in enumerate(body.documents):
+        text = document.get("text") if isinstance(document, dict) else document
         if not isinstance(text, str) or not text:
             raise wrong(f"documents[{n}]", "give a string, or an object with text")
+        texts.append(text)
 
     async def answer() -> dict[str, Any]:
         found, tokens = await _computed(

@@ -20,11 +20,12 @@ from outcore.decode.loader import load_model
 from outcore.decode.passes import Pass, generating, run_passes
 from outcore.engine.session import Session
 from outcore.errors import BudgetError, UnsupportedModelError, UsageError
+from outcore.modules.mlx_lm_compat import MODEL_TYPES
 from outcore.options import LoadOptions
 from outcore.plan.planner import make_plan
 
 from .kinds import EMBED, RERANK, TASK, task_of
-from .model_types import load_options
+from .model_types import NAME
 from .texts import Encoded, TextReader, passes_of, readings_of
 
 # Most tokens that share a reading of the weights, as passes of the planned length.
@@ -223,7 +224,8 @@ def open_embedder(folder: Path, reader: TextReader, o: LoadOptions, progress: An
     if not reader.kind:
         what = "rates no documents" if reader.task == RERANK else "makes no vectors"
         raise UnsupportedModelError(f"{folder}: {what}: mlx-vlm has no such model of this type")
-    o = load_options(folder, replace(o, model_config={**(o.model_config or {}), TASK: reader.task}))
+    named = {**(o.model_config or {}), MODEL_TYPES: NAME, TASK: reader.task}
+    o = replace(o, model_config=named, draft="none", prefix_cache="off")  # the rest as ``model_types.load_options``
     model, _ = load_model(folder, o, progress=progress)
     return LoadedEmbedder(embedder_of(model, reader), reader)
 

@@ -20,8 +20,8 @@ from huggingface_hub import constants
 
 COMMANDS = {
     "batch", "bench", "cache", "cache-prompt", "calibrate", "chat", "completion", "convert", "demo", "doctor", "draft",
-    "generate", "info", "launch", "list", "matrix", "monitor", "pack", "perplexity", "plan", "ps", "pull", "report",
-    "serve", "stop",
+    "embed", "generate", "info", "launch", "list", "matrix", "monitor", "pack", "perplexity", "plan", "ps", "pull",
+    "report", "serve", "stop",
 }  # fmt: skip
 
 GENERATE = {
