@@ -7,8 +7,8 @@ planned, before anything is computed. Everything but ``Images`` may be called fr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,8 @@ import mlx.nn as nn
 import numpy as np
 
 from outcore.decode.media import VIRTUAL
-from outcore.errors import PromptError
+from outcore.engine.session import Session
+from outcore.errors import PromptError, RequestError
 from outcore.modules.mlx_lm_compat import classes_of
 from outcore.text import one_line
 
@@ -121,6 +122,15 @@ class ImageReader:
     def read(
         self, prompt: str | Sequence[int], pictures: Sequence[Any], *, special: bool = False
     ) -> tuple[list[int], list[Any]]:
+        """Returns a prompt's tokens and its images. A prompt without placeholders begins with the images.
+
+        Args:
+            pictures: paths, bytes, PIL's images, or what this method has returned.
+            special: the tokenizer adds a BOS token if the prompt has none.
+
+        Raises:
+            PromptError: there are not as many placeholders as pictures, or a picture cannot be read.
+        """
         if not isinstance(prompt, str):
             if not all(isinstance(each, Image) for each in pictures):
                 raise PromptError("images: give the prompt as text, or images that were read with these tokens")
@@ -145,7 +155,34 @@ class ImageReader:
         return tokens, images
 
     def media(self, tokens: Sequence[int], images: Sequence[Any]) -> Images:
+        """Returns the media of a text, whose ``tokens`` have all ``images`` that ``read`` returned, in their order."""
         return Images(self.placeholder, tokens, images)
+
+    def prompt(self, prompt: Any, images: Sequence[Any], history: Sequence[int]) -> tuple[list[int], Images]:
+        """Returns the tokens of a prompt that continues ``history``, and the media of both: its images come first."""
+        given = cast(list[int], prompt.tolist()) if isinstance(prompt, mx.array) else prompt
+        tokens, read = self.read(given, images, special=True)
+        return tokens, self.media([*history, *tokens], read)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], render: Callable[[Sequence[Mapping[str, Any]]], str], template: str
+    ) -> tuple[str, list[int], Images]:
+        """Returns the text, the tokens and the media of messages whose contents may have parts
+        ``{"type": "image", "image": ...}``. ``template``: the source of the chat template that ``render`` applies.
+
+        Raises:
+            RequestError: a picture or their number does not fit.
+        """
+        parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
+        pictures = [part["image"] for part in parts if part["type"] == "image"]
+        try:
+            if "image" not in template:  # it takes texts alone
+                messages = [{**m, "content": _written(m.get("content"), self.mark)} for m in messages]
+            text = render(messages)
+            tokens, images = self.read(text, pictures)
+            return text, tokens, self.media(tokens, images)
+        except PromptError as e:
+            raise RequestError(f"messages: {one_line(e)}", param="messages") from e
 
     def _image(self, given: Any) -> Image:
         made = self._made(self.mark, [given], special=False)
@@ -196,6 +233,13 @@ def _opened(given: Any) -> Any:
         raise PromptError(f"images: {one_line(e)}") from e
 
 
+def _written(content: Any, mark: str) -> Any:
+    """Returns a message's content as text, with a mark for each image."""
+    if not isinstance(content, list):
+        return content
+    return "\n".join(part["text"] if part["type"] == "text" else mark for part in content)
+
+
 def _arrays(value: Any) -> Any:
     """Returns NumPy's arrays instead of MLX's, which belong to the thread that made them."""
     if isinstance(value, mx.array):
@@ -237,7 +281,9 @@ class Images:
             self._places.append(np.array(mine))
         if places:
             raise PromptError("images: the tokens have more images than were given")
-        self._held = 0
+        self._held = self._room = 0
+        self._given: Callable[[int], None] | None = None  # told of room that is given back
+        self._session: Session | None = None
         self._rows: dict[str, mx.array] = {}  # the model's arguments (1, tokens, ...) from ``_held`` on
         self._deep: list[mx.array] = []  # of each layer that is given images, rows of all places from ``_held`` on
         self._positions: mx.array | None = None
@@ -252,7 +298,30 @@ class Images:
         needed = self._needed(held)
         return tower_of(model).room(needed, len(self._tokens) - held) if needed else 0
 
-    def open(self, model: nn.Module, held: int, tokens: Sequence[int]) -> None:
+    def open(self, model: nn.Module, held: int, tokens: Sequence[int], hold: Callable[[int], None] | None) -> None:
+        self.close()
+        self._session, self._room = cast(Any, model).outcore, self.room(model, 0 if hold is None else held)
+        if self._room and hold is not None:
+            self._resize(self._room, hold)
+        self._given = hold
+        try:
+            self._open(model, held, tokens)
+        except BaseException:
+            self.close()
+            raise
+
+    def _resize(self, more: int, hold: Callable[[int], None] | None) -> None:
+        """Makes room for ``more`` bytes beside weights and caches, or gives it back if negative."""
+        session = cast(Session, self._session)
+        size = replace(session.size, kept=max(0, session.size.kept + more))
+        if more > 0:
+            session.residency.accommodate(size, [session.plan.prefill_step])
+        if hold is not None:
+            hold(more)
+        if more < 0 and not session.closed:
+            session.residency.release(size)
+
+    def _open(self, model: nn.Module, held: int, tokens: Sequence[int]) -> None:
         tower, language = tower_of(model), cast(Any, model).language_model
         before = max(0, len(self._tokens) - len(tokens))
         text = self.plain([*self._tokens[:before], *tokens])
@@ -298,4 +367,6 @@ class Images:
         return mx.array(seen), extra
 
     def close(self) -> None:
-        self._rows, self._deep = {}, []
+        self._rows, self._deep, room, self._room = {}, [], self._room, 0
+        if room:
+            self._resize(-room, self._given)

@@ -25,7 +25,7 @@ from ..machine.exclusive import pass_on, served
 from ..modules.cache_check import check_cache
 from ..modules.cache_rollback import snapshot_bytes
 from ..modules.hooks import caches_in
-from .media import TEXT_ONLY, Media, plain, read_images
+from .media import TEXT_ONLY, plain
 from .passes import MLX_LM_STEP, KvBits, generating
 from .prefix_cache import block_step, look_up, room_to_record
 from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds, note_length
@@ -62,9 +62,8 @@ def stream_generate(
         draft_model: a model in memory with the same tokenizer, which replaces the loaded drafter.
         num_draft_tokens: the most tokens drafted per forward pass; None: as many as pay.
         history: the tokens in ``prompt_cache``, which drafts may repeat.
-        images: paths, bytes or PIL images, for the prompt's placeholders in order; a prompt without placeholders begins
-            with them. A prompt of token ids may have images that ``model.outcore.media.read`` returned; then those of
-            ``history`` come first.
+        images: paths, bytes or PIL images, for the prompt's placeholders in order; without these it begins with them.
+            A prompt of token ids has those that ``model.outcore.media.read`` returned, after those of ``history``.
         leave_last: do not compute the answer's last token into ``prompt_cache``, which saves a pass.
         shared_prefix: how many of the first prompt tokens other prompts begin with too (as with a system prompt); the
             prefix cache then stores the states after them.
@@ -113,8 +112,6 @@ def _resident(
 ) -> Iterator[GenerationResponse]:
     tokenizer, ids, max_tokens = _checked(tokenizer, prompt, max_tokens)
     check_prompt(ids.size if kwargs.get("input_embeddings") is None else 1, max_tokens, None)
-    if kwargs.pop("images", None):
-        raise UsageError(f"images: {TEXT_ONLY}")
     for name in ("history", "leave_last", "shared_prefix"):
         kwargs.pop(name, None)
     yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
@@ -125,12 +122,15 @@ def _stream(
 ) -> Generator[GenerationResponse, None, None]:
     session.in_cache, media = 0, None
     if images := kwargs.get("images"):
-        prompt, media = read_images(session, prompt, images, kwargs.get("history", ()))
+        if session.media is None:
+            raise UsageError(f"images: {TEXT_ONLY}")
+        prompt, media = session.media.prompt(prompt, images, kwargs.get("history", ()))
+        kwargs = kwargs | {"media": media}
     tokenizer, ids, max_tokens = _checked(tokenizer, prompt, max_tokens)
     session.bind_again()
     check_cache(session.forms, kwargs.get("prompt_cache"))
-    check_ids(mx.array(plain(media, cast(list[int], ids.tolist()))) if media else ids, session, "the prompt")
-    request, step = _request(model, session, ids, max_tokens, kwargs, media)
+    check_ids(ids if media is None else mx.array(plain(media, cast(list[int], ids.tolist()))), session, "the prompt")
+    request, step = _request(model, session, ids, max_tokens, kwargs)
     drafted = kwargs.get("num_draft_tokens")
     drafted = None if drafted is None else check_draft_length(drafted)
     detokenizer = tokenizer.detokenizer
@@ -198,12 +198,7 @@ def _tokens(
 
 
 def _request(
-    model: nn.Module,
-    session: Session,
-    ids: mx.array,
-    max_tokens: int,
-    kwargs: dict[str, Any],
-    media: Media | None,
+    model: nn.Module, session: Session, ids: mx.array, max_tokens: int, kwargs: dict[str, Any]
 ) -> tuple[Request, int]:
     """Reserves memory, looks the prompt up in the prefix cache, and returns the request and the prompt tokens per
     chunk; ``kwargs`` are ``stream_generate``'s."""
@@ -221,7 +216,8 @@ def _request(
     bound = kept_at_most(model, given, window, min(length, theirs))
     room = before + length + 1 if bound is None else min(before + length + 1, bound)
     kept = 0 if given is None else max(snapshot_bytes(given), session.size.states)
-    kept += 0 if media is None else media.room(model, 0)
+    if (media := kwargs.get("media")) is not None:
+        kept += media.room(model, 0)
     alone = _alone(kwargs, theirs, bound)
     records = True
 

@@ -127,6 +127,11 @@ class Token:
     drafted: bool = False
 
 
+def close_media(request: Request) -> None:
+    if request.media is not None:
+        request.media.close()
+
+
 def grow_by(caches: Any, step: int) -> None:
     for cache in caches_in(caches):
         if hasattr(cache, "step"):

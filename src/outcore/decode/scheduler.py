@@ -10,11 +10,10 @@ sequences wait instead.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,14 +25,13 @@ from ..errors import BudgetError
 from ..machine.allocator import clear_cache
 from ..machine.device import on_cpu
 from ..modules.side_by_side import mergeable
-from ..plan.model_size import ModelSize
 from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import MOST
 from .batch_decoder import BatchDecoder
 from .prefill import Prefill, Prefills
 from .prefix_cache import block_step
 from .prompt import cached_tokens
-from .request import Request, own_cache
+from .request import Request, close_media, own_cache
 from .sequence_room import SequenceRoom
 from .speculative_decoder import SpeculativeDecoder
 from .step import ScheduledSequence, StepResult
@@ -81,7 +79,6 @@ class Scheduler:
         self._rows: dict[int, ScheduledSequence] = {}
         self._prefills = Prefills()  # sequences with partly computed prompts
         self._batch: SpeculativeDecoder | BatchDecoder | None = None
-        self._media: dict[int, Callable[[], None]] = {}  # closes media of prompts that are being computed
         self._order = 0
         self._refused: tuple[object, ...] | None = None  # running and joining sequences that had no room together
         self._unseen: StepResult | None = None  # result of a step that was interrupted before it could return it
@@ -116,9 +113,8 @@ class Scheduler:
         self._waiting = deque(row for row in self._waiting if row.request.uid not in gone)
         here = [uid for uid in self._rows if uid in gone]
         for uid in here:
-            del self._rows[uid]
+            close_media(self._rows.pop(uid).request)
             self._prefills.pop(uid, None)
-            self._close_media([uid])
         if here and self._batch is not None:
             with self._session.exclusive:
                 self._batch.remove(here)
@@ -176,10 +172,13 @@ class Scheduler:
             if self._batch is None:
                 self._batch = self._decoder(together=False)
             alone = [self._waiting.popleft().request] if self._waiting else []
-            with contextlib.ExitStack() as opened:
+            try:
                 for request in alone:
-                    opened.callback(self._open_media(request))
+                    self._open_media(request)
                 step.tokens = self._batch.step(alone, self._asked_step or self._session.plan.prefill_step)
+            finally:
+                for request in alone:
+                    close_media(request)
             self._session.metrics.tokens += len(step.tokens)
             return
         # New sequences join when no verified tokens of the last pass are left, and share the next pass.
@@ -301,9 +300,9 @@ class Scheduler:
         self._waiting.extendleft(reversed(rows))
 
     def _drop(self) -> None:
-        self._rows.clear()
+        for uid in list(self._rows):
+            close_media(self._rows.pop(uid).request)
         self._prefills.clear()
-        self._close_media(list(self._media))
         if self._batch is not None:
             with self._session.exclusive:
                 batch, self._batch = self._batch, None
@@ -331,7 +330,7 @@ class Scheduler:
         for row in admitted:
             request = row.begin(self._session, chunk, whole=apart, finds=not self._planned, records=room.records)
             try:
-                self._media[row.request.uid] = self._open_media(request)
+                self._open_media(request)
             except Exception as e:  # fails this sequence only
                 self.remove([row.request.uid])
                 step.failed.append((row.request.uid, e))
@@ -364,42 +363,17 @@ class Scheduler:
                 # The pass mostly waited for weights, so twice as many chunks fit into the same time.
                 self._prefills.chunks *= 2
         step.drafts = self._batch.drafts
-        self._close_media(joining)
+        for uid in joining:
+            close_media(self._rows[uid].request)
         metrics.tokens += len(step.tokens)
         return joining
 
-    def _open_media(self, request: Request) -> Callable[[], None]:
-        """Makes room for a request's media and opens them, before its prompt is computed. Returns what closes them."""
-        media, cached, session = request.media, request.cached, self._session
-        if media is None:
-            return lambda: None
-        held = max(len(request.earlier), cached_tokens(request.cache or ()) - cached.tokens) + cached.tokens
-        alone = self._room is None  # it has room already
-        nbytes = media.room(self._model, 0 if alone else held)
-
-        def resize(more: int) -> ModelSize:
-            if self._room is not None:
-                self._room.hold(more)
-            return replace(session.size, kept=max(0, session.size.kept + more))
-
-        def close() -> None:
-            media.close()
-            if nbytes and not session.closed:
-                session.residency.release(resize(-nbytes))
-
-        if nbytes and not alone:
-            session.residency.accommodate(resize(nbytes), [session.plan.prefill_step])
-        try:
-            media.open(self._model, held, request.tokens)
-        except BaseException:
-            close()
-            raise
-        return close
-
-    def _close_media(self, uids: Sequence[int]) -> None:
-        for uid in uids:
-            if (close := self._media.pop(uid, None)) is not None:
-                close()
+    def _open_media(self, request: Request) -> None:
+        """Prepares what the passes over a prompt need of its images."""
+        if request.media is not None:
+            found, room = request.cached.tokens, self._room
+            held = max(len(request.earlier), cached_tokens(request.cache or ()) - found) + found
+            request.media.open(self._model, held, request.tokens, None if room is None else room.hold)
 
     def _decoder(self, *, together: bool) -> SpeculativeDecoder | BatchDecoder:
         """Makes a decoder with a row of shared caches for each sequence (``together``), or with separate caches."""

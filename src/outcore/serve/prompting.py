@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decode.media import TEXT_ONLY, Media, MediaReader
+from ..decode.media import TEXT_ONLY, Media
 from ..decode.prefix_cache import GRID
 from ..decode.prompt import check_known, encode_rendered, encode_text, render, same_tokens
 from ..decode.sampling import Processor
-from ..errors import PromptError, RequestError
+from ..errors import RequestError
 from ..modules.mlx_lm_tokenizer import has_template_code
 from ..packages import modules
-from ..text import one_line, shortened
+from ..text import shortened
 from .events import GenerationRequest
 from .parsing import NAME, TextParser, harmony_markers, is_harmony, markers_of
 from .prompted_tools import written_out
@@ -76,14 +76,11 @@ class Prompter:
 
     Args:
         vocabulary: number of the model's embeddings; None: as many as the tokenizer has tokens.
-        reader: returns what reads the model's images; None: it reads text only.
+        reader: returns what reads images (``media_reader``).
     """
 
     def __init__(
-        self,
-        tokenizer: TokenizerWrapper,
-        vocabulary: int | None = None,
-        reader: Callable[[], MediaReader | None] = lambda: None,
+        self, tokenizer: TokenizerWrapper, vocabulary: int | None = None, reader: Callable[[], Any] = lambda: None
     ) -> None:
         self.tokenizer, self._reader = tokenizer, functools.cache(reader)
         self._template = TokenizerTemplate(tokenizer)
@@ -110,7 +107,7 @@ class Prompter:
         if bias := request.sampling.logit_bias:
             check_known(list(bias), self._ids, "logit_bias")
         if most is not None:
-            check_characters(sum(len(_text(m)) + CHARACTERS for m in request.messages or ()), most)
+            check_characters(sum(len(m.get("content") or "") + CHARACTERS for m in request.messages or ()), most)
             check_characters(len(request.prompt or "") * (1 if isinstance(request.prompt, str) else CHARACTERS), most)
             check_characters(extent(request.tools, most * CHARACTERS), most, "tools")
         return self._chat(request, most) if request.messages is not None else self._text(request)
@@ -127,24 +124,21 @@ class Prompter:
 
     def _chat(self, request: GenerationRequest, most: int | None) -> Prompt:
         tools = _tools(request)
-        pictures = [p["image"] for m in request.messages or () for p in _parts(m) if p["type"] == "image"]
-        reader = self._reader() if pictures else None
-        if pictures and reader is None:
-            raise RequestError(f"messages: {TEXT_ONLY}", "unsupported_parameter", param="messages")
-        if reader is not None and "image" not in self._template.text:  # it takes texts alone
-            marked = tuple({**m, "content": _text(m, reader.mark)} for m in request.messages or ())
-            request = replace(request, messages=marked)
-        text = self._template.render(request, tools)
-        check_characters(len(text), most)
-        tokens = encode_rendered(self.tokenizer, text)
-        check_known(tokens, self._ids, "messages")
-        media: Media | None = None
-        if reader is not None:
-            try:
-                tokens, images = reader.read(text, pictures)
-            except PromptError as e:
-                raise RequestError(f"messages: {one_line(e)}", param="messages") from e
-            media = reader.media(tokens, images)
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            text = self._template.render(replace(request, messages=tuple(messages)), tools)
+            check_characters(len(text), most)
+            return text
+
+        messages, media = request.messages or (), None
+        if any(isinstance(m.get("content"), list) for m in messages):
+            if (reader := self._reader()) is None:
+                raise RequestError(f"messages: {TEXT_ONLY}", "unsupported_parameter", param="messages")
+            text, tokens, media = reader.chat(messages, render, self._template.text)
+        else:
+            text = render(messages)
+            tokens = encode_rendered(self.tokenizer, text)
+            check_known(tokens, self._ids, "messages")
         thinking = self._thinks(request, text)
         parser = functools.partial(
             TextParser, markers=self._markers[bool(tools)], tools=tools, thinking=thinking, continued=request.continued,
@@ -169,7 +163,7 @@ class Prompter:
         if not request.continued:
             return text.rstrip().endswith(begin)
         last = request.messages[-1]
-        content = _text(last)
+        content = last.get("content") or ""
         return content.rfind(begin) > content.rfind(end) if content else bool(last.get("reasoning_content"))
 
     def _grammar(
@@ -198,17 +192,6 @@ class Prompter:
             return made
         why = "JSON schemas and required tools need the package outcore_grammar, which is missing on the server"
         raise RequestError(why, "not_installed")
-
-
-def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
-
-
-def _text(message: Mapping[str, Any], mark: str = "") -> str:
-    """The text of a message; ``mark`` stands for each of its images."""
-    found = [p["text"] if p["type"] == "text" else mark for p in _parts(message)]
-    return "\n".join(filter(None, found)) if found else message.get("content") or ""
 
 
 def too_long(what: str, tokens: int, most: int) -> RequestError:
