@@ -210,7 +210,7 @@ class Tower:
         flat = arrays[0].ndim <= 3 and arrays[0].shape[-1] % (3 * side * side) == 0  # cut into patches already
         patches = count // arrays[0].shape[-1] if flat else -(-count // (3 * side * side))
         tiles = 1 if flat else max(1, count // (3 * arrays[0].shape[-1] * arrays[0].shape[-2]))
-        heads = int(getattr(vision, "num_attention_heads", None) or getattr(vision, "num_heads", 16))
+        heads: Any = getattr(vision, "num_attention_heads", None) or getattr(vision, "num_heads", 16)
         widths = [n for shape in self._shapes for n in shape] or [1024]
         states = self._layers_kept * Counter(widths).most_common(1)[0][0]
         return weights + 8 * count + 4 * patches * (6 * max(widths) + states + (2 * heads + 1) * -(-patches // tiles))
