@@ -112,6 +112,7 @@ def test_demo_checks_its_own_tokens(capsys: pytest.CaptureFixture[str], monkeypa
     assert record["streamed"]["sweeps"] == 2 and record["resident"]["sweeps"] == 0
     assert record["streamed"]["tokens_a_pass"] == 1 <= record["drafted"]["tokens_a_pass"]
     assert record["drafted"]["peak_memory_bytes"] < record["weight_bytes"]
+    assert (record["streamed"]["drafter"], record["drafted"]["drafter"]) == ("none", "drafter")
     assert all(record[way]["tps"] > 0 for way in ("streamed", "drafted", "resident"))
     assert 0 <= record["streamed"]["waiting"] <= 1 and record["resident"]["waiting"] == 0
     # Where they differ, it fails.

@@ -1,4 +1,5 @@
-"""``outcore demo``: runs the demo model streamed, with its drafter, and resident; compares tokens and speed."""
+"""``outcore demo``: runs the demo model streamed, with what ``--draft auto`` does, and resident; compares tokens and
+speed."""
 
 from __future__ import annotations
 
@@ -24,14 +25,16 @@ from outcore.decode.loader import load
 from outcore.decode.prompt import encode
 from outcore.errors import MissingFileError, OutcoreError, UsageError
 from outcore.machine.allocator import reset_peak
+from outcore.plan.joint_plan import AUTO, NGRAM, NONE
 from outcore.sizes import format_size
 
 DEMO_PACKAGE = "outcore_demo_model"
 
-# The folder of its drafter, in the model's; and the memory that the drafter takes, with its states.
-DRAFTER, DRAFTER_BYTES = "drafter", 3_000_000
+# The memory that its drafter takes, with its states.
+DRAFTER_BYTES = 3_000_000
 
-WARM_UP = 8
+# Tokens of the warm-up; with drafts, of which it is found out meanwhile whether they pay.
+WARM_UP, FINDING = 8, 64
 
 
 def demo_model() -> AbstractContextManager[Path]:
@@ -57,22 +60,22 @@ def run(args: argparse.Namespace) -> None:
         weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         out.print(
             f"A trained 28M-parameter model with {format_size(weights)} of weights runs three times: streamed from "
-            f"disk within {format_size(budget)}; so too with its drafter, for which it gets "
-            f"{format_size(DRAFTER_BYTES)} more; and resident (all in memory). Each is timed after a warm-up.\n"
+            f"disk within {format_size(budget)}; so too with {format_size(DRAFTER_BYTES)} more, which --draft auto "
+            "gives to the model's drafter where that pays; and resident (all in memory). Each is timed after a "
+            "warm-up.\n"
         )
         streamed = _run(folder, args, budget)
-        drafted = _run(folder, args, budget + DRAFTER_BYTES, str(folder / DRAFTER))
+        drafted = _run(folder, args, budget + DRAFTER_BYTES, AUTO)
         resident = _run(folder, args, max(4 * weights, 100_000_000))
     out.print(f"{args.prompt}{streamed['text']}\n", soft_wrap=True)
     same = streamed["tokens"] == drafted["tokens"] == resident["tokens"]
     tokens = f"yes, all {len(streamed['tokens'])}" if same else "NO"
-    lines = [("streamed", _line(streamed)), ("with its drafter", _line(drafted)), ("resident", _line(resident))]
+    lines = [("streamed", _line(streamed)), ("--draft auto", _line(drafted)), ("resident", _line(resident))]
     out.print(listing([*lines, ("same tokens", tokens)]))
     slower, waited = resident["tps"] / streamed["tps"], 100 * streamed["waiting"]
     out.print(
         f"Streamed, a token took {slower:.2f} times as long; {waited:.0f} % of the time went into waiting for the "
-        f"disk, which delivered {streamed['read_gbps']:.2f} GB/s. With the drafter, each pass over the weights gave "
-        f"{drafted['tokens_a_pass']:.2f} tokens; as many guesses are made as pay, so few where computing is the limit."
+        f"disk, which delivered {streamed['read_gbps']:.2f} GB/s. With --draft auto, {_drafts(drafted)}."
     )
     runs = {"streamed": streamed, "drafted": drafted, "resident": resident}
     args.result.record = {"same_tokens": same, "weight_bytes": weights, **runs}
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
         raise OutcoreError("the runs' tokens differ; this is a bug, please report it")
 
 
-def _run(folder: Path, args: argparse.Namespace, memory: int, draft: str = "none") -> dict[str, Any]:
+def _run(folder: Path, args: argparse.Namespace, memory: int, draft: str = NONE) -> dict[str, Any]:
     # Frees the previous run's memory, so that the peak is this run's.
     gc.collect()
     reset_peak()
@@ -90,7 +93,7 @@ def _run(folder: Path, args: argparse.Namespace, memory: int, draft: str = "none
         model, tokenizer = load(str(folder), memory=memory, **sizes, draft=draft, progress=bar)
         with model.outcore as session:
             first_token = prefill_progress(bar, session)
-            for _ in _text(model, tokenizer, args.prompt, min(WARM_UP, args.max_tokens)):
+            for _ in _text(model, tokenizer, args.prompt, min(WARM_UP if draft == NONE else FINDING, args.max_tokens)):
                 first_token()
             session.metrics.reset()
             responses = _text(model, tokenizer, args.prompt, args.max_tokens)
@@ -99,6 +102,7 @@ def _run(folder: Path, args: argparse.Namespace, memory: int, draft: str = "none
             text += responses
             seconds = time.perf_counter() - began
             return engine_record(session) | {
+                "drafter": session.drafting.name if session.drafting is not None and session.size.drafted else NONE,
                 "seconds": seconds,
                 "waiting": (session.metrics.stall_s - stalled) / seconds,
                 "tokens_a_pass": (len(text) - 1) / max(1, session.metrics.sweeps - passes),
@@ -114,6 +118,15 @@ def _text(model: Any, tokenizer: Any, prompt: str, tokens: int) -> Iterator[Any]
     if model.outcore.streaming is None:
         own = {"prompt_cache": make_prompt_cache(model), "leave_last": True}
     yield from stream_generate(model, tokenizer, prompt, max_tokens=tokens, **own)
+
+
+def _drafts(run: dict[str, Any]) -> str:
+    """Says what drafted in the end, and what that gave."""
+    if run["drafter"] == NONE:
+        return "nothing was drafted in the end: the memory is worth more to layers here"
+    what = "repetitions were" if run["drafter"] == NGRAM else "the drafter was"
+    few = "" if run["tokens_a_pass"] > 1.5 else ", as guesses cost more than they give where computing is the limit"
+    return f"{what} used, and each pass over the weights gave {run['tokens_a_pass']:.2f} tokens{few}"
 
 
 def _line(run: dict[str, Any]) -> str:
