@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from outcore.cli.main import main
 from outcore.disk.open_file import read_chunk
 from outcore.disk.reader import RowReader
 from outcore.errors import ReadError
+from outcore_calibrate.layer_times import PAST_CACHES, _rows
 from outcore_rows.row_prefetch import Foresight
 from stand_ins import TokensOnly
 
@@ -245,3 +247,11 @@ def test_texts_of_a_batch_are_those_that_they_are_alone(own: Path, late: list[An
         alone = [[t for t, _ in ours(model, ids)] for ids in prompts]
         found = outcore.batch_generate(model, TokensOnly(), prompts, max_tokens=5, return_token_ids=True)
     assert found.token_ids == alone and late == []
+
+
+def test_measuring_takes_no_more_memory_for_a_table_in_many_parts(own: Path) -> None:
+    with opened(own).outcore as session:
+        table = next(t for t in session.profile.tables if "parts" in t.layer.path)
+    large = replace(table, places=(replace(table.places[0], shape=(10**7, WIDTH), nbytes=10**7 * WIDTH * 4),))
+    assert _rows(large, 1) * large.row_bytes <= PAST_CACHES
+    assert 128 * _rows(large, 128) * large.row_bytes <= PAST_CACHES

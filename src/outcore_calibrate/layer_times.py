@@ -222,7 +222,7 @@ def _furnish(made: Rig) -> None:
     sizes = found.size.layers
     counts, bytes_of = Counter(z.kind for z in sizes), {z.kind: z.resident for z in sizes}
     copies = {k: min(counts[k], -(-PAST_CACHES // max(1, bytes_of[k]))) for k in counts}
-    rows = [_rows(table) for table in found.tables]
+    rows = [_rows(table, len(found.tables)) for table in found.tables]
     needed = sum(copies[k] * bytes_of[k] for k in counts)
     needed += sum(n * t.row_bytes for n, t in zip(rows, found.tables, strict=True))
     if needed > (free := max(0, last_resort())):
@@ -268,10 +268,11 @@ def _cut(made: Rig, number: int, table: Table, rows: int) -> None:
         swap(module, "Timed", product)
 
 
-def _rows(table: Table) -> int:
-    """Returns how many rows of a table are enough to measure it: more bytes than the processor's caches hold."""
+def _rows(table: Table, tables: int) -> int:
+    """Returns how many rows of a table, one of ``tables``, are enough to measure it: more bytes than the processor's
+    caches hold, of those that are only looked up together."""
     rows = table.places[0].shape[0]
-    fewer = PAST_CACHES // max(1, table.row_bytes) // SLICE_STEP * SLICE_STEP
+    fewer = PAST_CACHES // (1 if table.multiplied else tables) // max(1, table.row_bytes) // SLICE_STEP * SLICE_STEP
     return rows if fewer >= rows // 2 else max(SLICE_STEP, fewer)
 
 

@@ -76,8 +76,10 @@ def low_bit_copy(profile: ModelProfile, bits: int, plain: LazyModel | None = Non
     layers = find_layers(model)
     files, sizes, there = [], [], high_planes(profile.lazy)
     cut = {path: module.high for path, module in nested_modules(profile.lazy.model)}
+    shared = tuple(f"{t.layer.path}." for t in profile.tables if t.looked_up and not t.multiplied)
     for i, layer in enumerate(layers):
         arrays = {f"{layer.path}.{path}": a for path, a in named_parameters(layer.module)}
+        arrays = {path: a for path, a in arrays.items() if not path.startswith(shared)}
         # If codes are cut into high and low bits, the copy has only the high ones and shares the layer's other arrays.
         own = {p: a for p, a in arrays.items() if p.rpartition(".")[0] in cut and p.endswith((".weight", ".scales"))}
         name, wanted = f"layer_{i:04}.safetensors", own or arrays
