@@ -194,6 +194,7 @@ class ModelOptions:
         metavar="N",
     )
     model_config: dict[str, Any] | None = _option(None, "As in mlx_lm.load. Default: none.")
+    images: bool = _option(False, "Read images too, if the model does; a package then makes types that mlx-lm knows.")
     trust_remote_code: bool = _option(False, "Run code that comes with the model or its tokenizer.")
     adapter_path: str | None = _option(
         None, "Folder of trained adapter weights and their config. Default: none.", metavar="DIR"

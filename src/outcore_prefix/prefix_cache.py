@@ -358,7 +358,7 @@ def make(lazy: LazyModel, o: LoadOptions) -> StoredPrompts:
     validity = [
         FORMAT,
         identity_of(lazy.checkpoint),
-        json.dumps(o.model_config, sort_keys=True, default=repr),
+        json.dumps(lazy.arguments["model_config"], sort_keys=True, default=repr),
         identity_of_adapter(Path(o.adapter_path)) if o.adapter_path else "",
         o.dtype or "",
         *(version("mlx"), mlx_lm.__version__),

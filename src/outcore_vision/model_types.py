@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.utils import MODEL_REMAPPING
 
+from outcore.checkpoint.positions import config_of
 from outcore.errors import UnsupportedModelError
 from outcore.modules.mlx_lm_compat import MODEL_TYPES
+from outcore.options import LoadOptions
 
 from .names import FOLDERS, RENAMED
+
+# The package's name at ``MODEL_TYPES``.
+NAME = "vision"
 
 NEEDS = "needs mlx-vlm: pip install 'outcore[vision]'"
 
@@ -41,6 +47,16 @@ def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type] | None:
         return text_classes(folder)
     except (AttributeError, ImportError) as e:  # another version, or not all of it
         raise UnsupportedModelError(f"model type {kind} {NEEDS} (what is installed fails: {e})") from e
+
+
+def load_options(folder: Path, o: LoadOptions) -> LoadOptions:
+    """Returns the options with which a model that reads images is loaded if they are asked for; others as they are."""
+    if not o.images or o.ranks is not None or MODEL_TYPES in (o.model_config or {}):
+        return o
+    config = config_of(folder)
+    if not config.get("vision_config") or folder_of({**config, MODEL_TYPES: NAME}) is None:
+        return o
+    return replace(o, model_config={**(o.model_config or {}), MODEL_TYPES: NAME})
 
 
 def folder_of(config: Mapping[str, Any]) -> str | None:

@@ -21,12 +21,13 @@ from outcore.checkpoint.positions import config_of
 from outcore.decode.media import TEXT_ONLY, media_reader
 from outcore.errors import UsageError
 from outcore.machine.small_files import TOKENIZER_BYTES, parse_json, read_small
+from outcore.modules.mlx_lm_compat import MODEL_TYPES
 from outcore.serve.requests import UNSUPPORTED, wrong
 from outcore.text import shortened
 
 from .fetch import fetched
 from .formats import PictureError
-from .model_types import folder_of
+from .model_types import NAME, folder_of
 from .pictures import GIVEN, MOST_BYTES, base64_bytes, data_of_uri, decoded, read_picture
 
 # Of one request: pictures, and their pixels when they are decoded. Of all requests at once: pixels.
@@ -84,7 +85,7 @@ class Sent:
 def takes(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
     """Returns what the model in a folder takes: pixels of a picture, its bytes, and pictures of a request; empty: text
     only. Imports neither Pillow nor mlx-vlm."""
-    if not config.get("vision_config") or folder_of(config) is None:
+    if not config.get("vision_config") or folder_of({**config, MODEL_TYPES: NAME}) is None:
         return {}
     return {"pixels": _pixels(folder), "bytes": MOST_BYTES, "count": MOST_PICTURES}
 
@@ -205,7 +206,7 @@ class CommandImages:
     """
 
     def __init__(self, args: Namespace, folder: Path, names: Sequence[str]) -> None:
-        config = config_of(folder)
+        config = {**config_of(folder), MODEL_TYPES: NAME}
         reader, taken = media_reader(folder, config, args.ranks), takes(folder, config)
         if reader is None or not taken:
             why = "images are not shared between machines" if args.ranks is not None else TEXT_ONLY

@@ -129,6 +129,8 @@ def loading_options(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in (*OPTIONS, "trust_remote_code", "ranks") if hasattr(args, name)}
     if "draft" in given:
         given["draft"] = args.draft or AUTO
+    if getattr(args, "image", None):
+        given["images"] = True
     if hasattr(args, "prompt_tokens"):
         given["prompt"] = args.prompt_tokens
     return given

@@ -201,7 +201,7 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
             raise UsageError("--kv-disk on: works for one request at a time; add --decode-concurrency 1")
         engine["kv_disk"] = "off"
     return ServiceOptions(
-        load=LoadOptions(**engine),
+        load=LoadOptions(**engine, images=True),
         max_tokens=COUNT if args.max_tokens == -1 else args.max_tokens,
         most=whole("--decode-concurrency", args.decode_concurrency),
         most_context=None if args.max_context is None else whole("--max-context", args.max_context),

@@ -237,7 +237,7 @@ class ModelService:
                 set_chat_template(tokenizer, model.template)
             vocabulary = model.config.get("vocab_size") or (model.config.get("text_config") or {}).get("vocab_size")
             known = vocabulary if isinstance(vocabulary, int) else None
-            config = model.config | (self.options.load.model_config or {})
+            config = model.config | (options_for(model.folder, self.options.load).model_config or {})
             reader = partial(media_reader, model.folder, config, self.options.load.ranks)
             self._prompters[model.name] = Prompter(tokenizer, known, reader)
         return self._prompters[model.name].prepare(request, most)
