@@ -10,14 +10,14 @@ import copy
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm.models.cache import ConcatenateKVCache, KVCache, make_prompt_cache
+from mlx_vlm.models.cache import ConcatenateKVCache
 
 from outcore.errors import UnsupportedModelError
 from outcore.modules.layers import modules, named_modules
@@ -99,17 +99,26 @@ class TextModel(nn.Module):
         except TypeError:  # glm_moe_dsa's calls a property of the class that has these
             return lambda name: "e_score_correction_bias" not in name
 
-    def make_cache(self) -> list[Any]:
+    @property
+    def layers(self) -> Any:
         language: Any = self.language_model
-        if language is not self:
-            made = make_prompt_cache(language)
-        elif hasattr(self.arch.Model, "make_cache"):
-            made = self.arch.Model.make_cache(self)
-        else:
-            made = [KVCache() for _ in self.layers]
-        if self.arch.__name__.endswith(ASKED):
-            made[-1] = ConcatenateKVCache()
-        return [as_mlx_lm(each) for each in made]
+        return super().layers if language is self else language.layers
+
+    @property
+    def make_cache(self) -> Callable[[], list[Any]]:
+        """Makes a model's own caches. Those that have none lack this, so they get what ``max_kv_size`` says."""
+        language: Any = self.language_model
+        make = getattr(super() if language is self else language, "make_cache", None)
+        if make is None:
+            raise AttributeError("make_cache")
+
+        def made() -> list[Any]:
+            caches = make()
+            if self.arch.__name__.endswith(ASKED):
+                caches[-1] = ConcatenateKVCache()
+            return [as_mlx_lm(each) for each in caches]
+
+        return made
 
 
 def sanitized(arch: ModuleType, whole: Any, config: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:

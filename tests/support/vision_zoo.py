@@ -63,7 +63,7 @@ def save_checkpoint(
     group_size for ``mlx_vlm.convert``, whose mixed ``recipe`` may say which modules get more bits.
     ``named_by``: the library whose tensor names are used."""
     config = config_of(folder_of_type)
-    model = _in_mlx_lm(config) if named_by == "mlx-lm" else _in_mlx_vlm(folder_of_type, config, towers)
+    model, beside = _in_mlx_lm(config) if named_by == "mlx-lm" else _in_mlx_vlm(folder_of_type, config, towers)
     model.eval()
     whole_numbers = {k for k, v in tree_flatten(model.parameters()) if v.dtype in (mx.int32, mx.int64)}
     zoo.make_weights(model, seed)
@@ -78,25 +78,29 @@ def save_checkpoint(
     saved = dict(tree_flatten(model.parameters()))
     if config.get("tie_word_embeddings"):
         saved = {k: v for k, v in saved.items() if not k.endswith("lm_head.weight")}
+    saved |= {name: mx.zeros(weight.shape, dtype) for name, weight in beside.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), saved, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
 
 
-def _in_mlx_lm(config: dict[str, Any]) -> Any:
+def _in_mlx_lm(config: dict[str, Any]) -> tuple[Any, dict[str, mx.array]]:
     from mlx_lm.utils import _get_classes
 
     model, arguments = _get_classes(config)
-    return model(arguments.from_dict(copy.deepcopy(config)))
+    return model(arguments.from_dict(copy.deepcopy(config))), {}
 
 
-def _in_mlx_vlm(folder_of_type: str, config: dict[str, Any], towers: bool) -> Any:
+def _in_mlx_vlm(folder_of_type: str, config: dict[str, Any], towers: bool) -> tuple[Any, dict[str, mx.array]]:
+    """A model, and weights that its checkpoint has beside those: mlx-vlm's loader wants them."""
     classes = text_classes(folder_of_type)
     model: Any = classes[0](classes[1].from_dict(copy.deepcopy(config)))
     whole, pruned = model.__dict__[WHOLE][0], model.__dict__[GONE]
+    if towers:
+        return whole, {}
     # mlx-vlm goes without modules of the top alone, not without lists of modules.
     mixed = any(path.count(".") > 1 or isinstance(whole.get(path[:-1]), list) for path in pruned)
-    return whole if towers or mixed else model
+    return model, {k: v for k, v in tree_flatten(whole.parameters()) if k.startswith(pruned)} if mixed else {}
 
 
 def _quantized(model: Any, config: dict[str, Any], quantize: dict[str, Any], recipe: str | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,8 @@ import mlx_lm.utils
 from ..errors import CheckpointError, OutcoreError, UnsupportedModelError
 from ..machine.random_state import random_state, random_state_kept
 from ..modules.layers import named_parameters
-from ..modules.mlx_lm_compat import classes_of
+from ..modules.mlx_lm_compat import MODEL_TYPES, classes_of
+from ..packages import modules
 from ..text import one_line
 from .checkpoint import ADAPTER, CONFIG, Checkpoint, LiteralFolder, TensorInfo, check_files, read_config, read_header
 
@@ -112,7 +114,20 @@ def open_lazily(
         )
 
     with random_state_kept():
-        model, config = _wrap(folder, load)
+        try:
+            model, config = _wrap(folder, load)
+        except CheckpointError:
+            # Weights with the names that a package's library writes, of a type that mlx-lm knows by others.
+            if own_code is not None or MODEL_TYPES in (model_config or {}):
+                raise
+            for name in modules("model_types"):
+                model_config = {**(model_config or {}), MODEL_TYPES: name}
+                classes.clear(), loaded.clear()
+                with suppress(OutcoreError):
+                    model, config = _wrap(folder, load)
+                    break
+            else:
+                raise
         model.__class__ = classes[0]
         parameters = named_parameters(model)
         names = {id(a): _name_on_disk(a, loaded.get(id(a)), checkpoint.tensors) for _, a in parameters}
