@@ -102,7 +102,7 @@ class TextModel(nn.Module):
     @property
     def layers(self) -> Any:
         language: Any = self.language_model
-        return super().layers if language is self else language.layers
+        return getattr(super() if language is self else language, "layers")  # noqa: B009
 
     @property
     def make_cache(self) -> Callable[[], list[Any]]:
