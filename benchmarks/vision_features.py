@@ -136,6 +136,15 @@ class Theirs(Reference):
         return found
 
 
+def tokenizer(folder: Any, **_: Any) -> Any:
+    """A folder's tokenizer. ``AutoTokenizer`` looks at the configuration first, whose widths are too small for some."""
+    config = json.loads((Path(folder) / "tokenizer_config.json").read_text())
+    file = str(Path(folder) / "tokenizer.json")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_file=file, unk_token=config["unk_token"], chat_template=config["chat_template"]
+    )
+
+
 def row_of(kind: str, name: str, shelf: Shelf) -> dict[str, Any]:
     case = Case(kind=kind, **CASES[name])
     result = combined_runs.run(case, shelf)
@@ -164,7 +173,8 @@ def main() -> None:
     if arguments.json is not None and arguments.json.exists():
         rows = json.loads(arguments.json.read_text())["cases"]
     there = {(row["type"], row["case"]) for row in rows}
-    with tempfile.TemporaryDirectory() as folder, patch.object(combined_runs, "Reference", Theirs):
+    tokens = patch.object(transformers.AutoTokenizer, "from_pretrained", tokenizer)
+    with tempfile.TemporaryDirectory() as folder, patch.object(combined_runs, "Reference", Theirs), tokens:
         os.environ.setdefault("OUTCORE_HOME", str(Path(folder) / "home"))
         shelf = VisionShelf(Path(folder))
         for kind in arguments.folders or TYPES:

@@ -122,7 +122,8 @@ def open_lazily(
                 raise
             for name in modules("model_types"):
                 model_config = {**(model_config or {}), MODEL_TYPES: name}
-                classes.clear(), loaded.clear()
+                classes.clear()
+                loaded.clear()
                 with suppress(OutcoreError):
                     model, config = _wrap(folder, load)
                     break
