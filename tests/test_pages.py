@@ -46,6 +46,7 @@ ADDED = {
 
 # Commands that are not run, by how they begin, and why. Outcore's are parsed; flags and files of others are there.
 NOT_RUN = {
+    "outcore generate --model MODEL --image": "needs a model that reads images; test_vision_pictures.py",
     "outcore draft train": "takes minutes; test_draft_train.py",
     "outcore launch ": "needs a second machine",
     "outcore bench ": "measures for minutes, in other processes",

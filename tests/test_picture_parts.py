@@ -89,6 +89,25 @@ def test_each_api_gives_the_picture_to_the_template(form: str) -> None:
     assert (part["image"].mode, part["image"].size, part["image"].getpixel((0, 0))) == ("RGB", (6, 4), (255, 0, 0))
 
 
+def test_images_of_a_tools_result_become_the_users() -> None:
+    call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1",
+              "content": [TEXT, source(type="base64", data=PNG), {"type": "text", "text": "Done"}]}  # fmt: skip
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": "Look"}, {"role": "assistant", "content": [call]},
+                                          {"role": "user", "content": [result, TEXT]}]}  # fmt: skip
+    *_, tool, user = asked(ANTHROPIC, "/v1/messages", body).requests[0].messages or ()
+    assert (tool["role"], tool["content"]) == ("tool", "Look:\nDone")
+    assert user["content"][0]["image"].where == "messages[2].content[0].content[1].source.data"
+    assert user["content"][1:] == [TEXT]
+    called = {"type": "function_call", "call_id": "t1", "name": "look", "arguments": "{}"}
+    output = [{"type": "input_text", "text": "Seen"}, {"type": "input_image", "image_url": URI}]
+    given = [{"role": "user", "content": "Look"}, called,
+             {"type": "function_call_output", "call_id": "t1", "output": output}]  # fmt: skip
+    *_, tool, user = asked(RESPONSES, "/v1/responses", {"input": given}).requests[0].messages or ()
+    assert (tool["role"], tool["content"]) == ("tool", "Seen") and user["role"] == "user"
+    assert user["content"][0]["image"].where == "input[2].output[1].image_url"
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_of_text_refuses_the_picture_by_its_path(form: str) -> None:
     (api, path, body), where = FORMS[form]

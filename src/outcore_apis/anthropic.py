@@ -194,11 +194,21 @@ def _user(turn: MessageParam, where: str) -> list[requests.Message]:
             continue
         if not block.tool_use_id:
             raise requests.wrong(f"{at}.tool_use_id", "a string is needed")
-        content = "" if block.content == [] else requests.text_of(block.content, f"{at}.content", ("text",), "\n")
+        found = block.content or ""
+        content, images = result_of(requests.text_of(found, f"{at}.content", ("text",), "\n", opaque=True))
+        parts += images
         if block.is_error and not content.lower().startswith("error"):
             content = f"Error: {content}"
         turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     return [*turns, {"role": "user", "content": requests.joined(parts)}] if parts or not turns else turns
+
+
+def result_of(content: Any) -> tuple[str, list[Any]]:
+    """A tool's result as text, and its images, which models read in messages of the user only."""
+    if isinstance(content, str):
+        return content, []
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    return "\n".join(texts), [part for part in content if part["type"] != "text"]
 
 
 def _assistant(turn: MessageParam, where: str) -> requests.Message:

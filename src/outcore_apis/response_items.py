@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from outcore.serve import requests
 
+from .anthropic import result_of
+
 # The argument of the function that stands for a custom tool.
 INPUT = "input"
 
@@ -124,8 +126,9 @@ def messages_of(instructions: str, items: Sequence[Item]) -> tuple[requests.Mess
                 arguments = {INPUT: item.input} if custom else requests.text_of_json(item.arguments, at)
                 turn().setdefault("tool_calls", []).append(requests.called(item.call_id, name, arguments))
             case "function_call_output" | "custom_tool_call_output":
-                output = requests.text_of(item.output, f"{where}.output")
+                output, images = result_of(requests.text_of(item.output, f"{where}.output", opaque=True))
                 found.append({"role": "tool", "content": output, "tool_call_id": item.call_id})
+                found += [{"role": "user", "content": images}] if images else []
             case "compaction":  # made by /v1/responses/compact, which encrypts nothing
                 found.append({"role": "system", "content": f"The conversation so far: {item.encrypted_content}"})
             case "message":
