@@ -195,7 +195,8 @@ async def _loaded(body: OllamaBody, http: HttpRequest, empty: dict[str, Any]) ->
 
 def _content(text: str, images: Sequence[Any], where: str) -> Any:
     parts = [{"type": "image", "data": image} for image in images]
-    return requests.joined([text, *(requests.part_of(part, where, opaque=True) for part in parts)])
+    # As in Ollama, they come before the text.
+    return requests.joined([*(requests.part_of(part, where, opaque=True) for part in parts), text])
 
 
 def _messages(turns: Sequence[OllamaMessage]) -> list[requests.Message]:

@@ -30,8 +30,9 @@ from .formats import PictureError
 from .model_types import NAME, folder_of
 from .pictures import GIVEN, MOST_BYTES, base64_bytes, data_of_uri, decoded, read_picture
 
-# Of one request: pictures, and their pixels when they are decoded. Of all requests at once: pixels.
-MOST_PICTURES, MOST_PIXELS, MOST_HELD = 64, 1 << 25, 1 << 26
+# Bytes that fit into a request in base64. Of one request: pictures, and their pixels when they are decoded. Of all
+# requests at once: pixels.
+SENT_BYTES, MOST_PICTURES, MOST_PIXELS, MOST_HELD = 24_000_000, 64, 1 << 25, 1 << 26
 # Pixels that every model is given, if the picture has them; and of pictures that need little detail, as OpenAI's.
 LEAST_GIVEN, LOW = 1 << 22, 512 * 512
 SETTINGS = "preprocessor_config.json", "processor_config.json"
@@ -87,7 +88,7 @@ def takes(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
     only. Imports neither Pillow nor mlx-vlm."""
     if not config.get("vision_config") or folder_of({**config, MODEL_TYPES: NAME}) is None:
         return {}
-    return {"pixels": _pixels(folder), "bytes": MOST_BYTES, "count": MOST_PICTURES}
+    return {"pixels": _pixels(folder), "bytes": SENT_BYTES, "count": MOST_PICTURES}
 
 
 def _pixels(folder: Path) -> int:
