@@ -33,17 +33,17 @@ from slow_disk import GROUPS, slow_disk
 WIDE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
 
 
-def one_run(folder: Path, memory: str, texts: int, vectors: Path) -> dict[str, Any]:
-    given = embed_zoo.texts(texts, longest=22)
+def one_run(folder: Path, memory: str, texts: int, words: int, vectors: Path) -> dict[str, Any]:
+    given = embed_zoo.texts(texts, longest=words)
     with load(folder, memory=memory, context=32) as model:
         encoded = model.reader.encode(given)
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         found = model.vectors(encoded)
-        seconds = time.perf_counter() - began
+        seconds, used = time.perf_counter() - began, time.process_time() - used
         session = model.embedder.session
         np.save(vectors, np.array(found))
         return {
-            "seconds": seconds, "tokens": sum(len(t.ids) for t in encoded), "readings": session.metrics.sweeps,
+            "seconds": seconds, "cpu_s": used, "tokens": sum(len(t.ids) for t in encoded), "readings": session.metrics.sweeps,
             "bytes_read": session.metrics.bytes_read, "stall_s": session.metrics.stall_s,
             "resident": len(session.plan.resident), "streamed": len(session.plan.streamed),
             "slots": session.plan.slots, "budget_bytes": session.plan.budget_bytes, "peak_bytes": peak_held(),
@@ -66,7 +66,8 @@ def disk_rate(file: Path) -> float:
 
 
 def started(arguments: argparse.Namespace, folder: Path, memory: str, vectors: Path, group: Path | None) -> Any:
-    command = [sys.executable, __file__, "--work", str(folder), memory, str(vectors), "--texts", str(arguments.texts)]
+    command = [sys.executable, __file__, "--work", str(folder), memory, str(vectors)]
+    command += ["--texts", str(arguments.texts), "--words", str(arguments.words)]
 
     def join() -> None:
         if group is not None:
@@ -81,6 +82,7 @@ def started(arguments: argparse.Namespace, folder: Path, memory: str, vectors: P
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=2000)
+    parser.add_argument("--words", type=int, default=22, help="most words of a text")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rate", type=int, default=60_000_000)
     parser.add_argument("--json", type=Path)
@@ -88,7 +90,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.work:
         folder, memory, vectors = arguments.work
-        print(json.dumps(one_run(Path(folder), memory, arguments.texts, Path(vectors))))
+        print(json.dumps(one_run(Path(folder), memory, arguments.texts, arguments.words, Path(vectors))))
         return
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
         work = Path(place)
