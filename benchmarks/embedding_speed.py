@@ -43,7 +43,8 @@ def one_run(folder: Path, memory: str, texts: int, words: int, vectors: Path) ->
         session = model.embedder.session
         np.save(vectors, np.array(found))
         return {
-            "seconds": seconds, "cpu_s": used, "tokens": sum(len(t.ids) for t in encoded), "readings": session.metrics.sweeps,
+            "seconds": seconds, "cpu_s": used, "tokens": sum(len(t.ids) for t in encoded),
+            "readings": session.metrics.sweeps,
             "bytes_read": session.metrics.bytes_read, "stall_s": session.metrics.stall_s,
             "resident": len(session.plan.resident), "streamed": len(session.plan.streamed),
             "slots": session.plan.slots, "budget_bytes": session.plan.budget_bytes, "peak_bytes": peak_held(),

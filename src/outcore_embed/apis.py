@@ -1,7 +1,7 @@
 """Vectors and ratings of a server: OpenAI's embeddings, Ollama's, and the rerank form of Cohere and Jina.
 
-Requests that wait at the same time share readings of the weights (``JobQueue``). Between two readings the engine's thread
-does what else is to be done, so a chat with another model waits for one reading, and the rest waits for its answer.
+Requests that wait at the same time share readings of the weights (``JobQueue``). Between two readings the engine's
+thread does what else is to be done, so a chat with another model waits for one reading, and the rest for its answer.
 """
 
 from __future__ import annotations
