@@ -101,7 +101,9 @@ def open_lazily(
         classes.append(model_class)
         return _recording(model_class, loaded, weights), args_class
 
-    def load() -> Any:
+    def load(model_config: dict[str, Any] | None) -> Any:
+        classes.clear()
+        loaded.clear()
         return mlx_lm.utils.load_model(
             LiteralFolder(folder),
             lazy=True,
@@ -114,21 +116,8 @@ def open_lazily(
         )
 
     with random_state_kept():
-        try:
-            model, config = _wrap(folder, load)
-        except CheckpointError:
-            # Weights with the names that a package's library writes, of a type that mlx-lm knows by others.
-            if own_code is not None or MODEL_TYPES in (model_config or {}):
-                raise
-            for name in modules("model_types"):
-                model_config = {**(model_config or {}), MODEL_TYPES: name}
-                classes.clear()
-                loaded.clear()
-                with suppress(OutcoreError):
-                    model, config = _wrap(folder, load)
-                    break
-            else:
-                raise
+        fixed = own_code is not None or MODEL_TYPES in (model_config or {})
+        (model, config), model_config = _by_either(folder, load, model_config, fixed)
         model.__class__ = classes[0]
         parameters = named_parameters(model)
         names = {id(a): _name_on_disk(a, loaded.get(id(a)), checkpoint.tensors) for _, a in parameters}
@@ -152,6 +141,21 @@ def open_lazily(
     }  # fmt: skip
     again = partial(open_lazily, checkpoint, **arguments)
     return LazyModel(model, config, checkpoint, origins, frozenset(found), arguments, again, random_after=random_after)
+
+
+def _by_either(
+    folder: Path, load: Callable[[Any], Any], model_config: dict[str, Any] | None, fixed: bool
+) -> tuple[Any, dict[str, Any] | None]:
+    """Return what ``load`` makes of the configuration, and the latter. A package's library may have written weights of
+    a type that mlx-lm knows by other names: unless it is ``fixed`` who makes the model, packages try after mlx-lm."""
+    try:
+        return _wrap(folder, partial(load, model_config)), model_config
+    except CheckpointError:
+        for name in [] if fixed else modules("model_types"):
+            named = {**(model_config or {}), MODEL_TYPES: name}
+            with suppress(OutcoreError):
+                return _wrap(folder, partial(load, named)), named
+        raise
 
 
 def _own_code(folder: Path, config: dict[str, Any], trusted: bool) -> Path | None:
