@@ -1,6 +1,6 @@
 """mlx-vlm's types, streamed: the logits of a tiny random model of each equal mlx-vlm's own, bit for bit.
 
-    python benchmarks/vision_types.py [FOLDER ...] [--of new|both|all] [--dtype float32]
+    python benchmarks/vision_types.py [FOLDER ...] [--of new|both|all] [--texts] [--dtype float32]
         [--bits 4 --group 32 [--recipe mixed_3_6]] [--json FILE]
 
 For each model folder of mlx-vlm: whether a tiny checkpoint can be made here, and whether its logits (a prompt in two
@@ -120,11 +120,14 @@ def in_mlx_lm(folder: Path, expected: list[mx.array]) -> str:
         return shortly(e)
 
 
-def of_both(kind: str, work: Path, **how: Any) -> tuple[Path, list[mx.array], dict[str, Any]]:
-    """A checkpoint of a type that both libraries know, mlx-vlm's logits, and what mlx-lm's are beside them."""
+def of_both(kind: str, work: Path, texts: bool = False, **how: Any) -> tuple[Path, list[mx.array], dict[str, Any]]:
+    """A checkpoint of a type that both libraries know, mlx-vlm's logits, and what mlx-lm's are beside them.
+    ``texts``: nothing else."""
     found: list[tuple[Path, list[mx.array], dict[str, Any]]] = []
     failed: dict[str, BaseException] = {}
     for names in ("mlx-lm", "mlx-vlm"):
+        if found and texts:
+            break
         try:
             folder = vision_zoo.save_checkpoint(kind, work / names, named_by=names, **how)
             expected, embedded = theirs(folder)
@@ -136,7 +139,7 @@ def of_both(kind: str, work: Path, **how: Any) -> tuple[Path, list[mx.array], di
     folder, expected, row = found[0]
     row["mlx_lm"] = in_mlx_lm(folder, expected)
     row |= {f"not_{names}": shortly(e) for names, e in failed.items()}
-    if "mlx-vlm" not in failed:
+    if not texts and "mlx-vlm" not in failed:
         row["vlm_names"] = by_default(found[-1][0], found[-1][1])
     return folder, expected, row
 
@@ -154,7 +157,7 @@ def shortly(e: BaseException) -> str:
     return f"{type(e).__name__}: {' '.join(str(e).split())}"[:200]
 
 
-def survey(kind: str, work: Path, dtype: str, **quantized: Any) -> dict[str, Any]:
+def survey(kind: str, work: Path, dtype: str, texts: bool = False, **quantized: Any) -> dict[str, Any]:
     """What one type does; ``failed`` names the first step that did not go, ``why`` says how."""
     if kind in vision_zoo.NO_TEXT:
         return {"equal": False, "failed": "no text", "why": vision_zoo.NO_TEXT[kind]}
@@ -165,9 +168,11 @@ def survey(kind: str, work: Path, dtype: str, **quantized: Any) -> dict[str, Any
             step = "mlx-vlm"
             expected, row["embedded"] = theirs(folder)
         else:
-            folder, expected, more = of_both(kind, work / kind, dtype=COMPUTE_DTYPES[dtype], **quantized)
+            folder, expected, more = of_both(kind, work / kind, dtype=COMPUTE_DTYPES[dtype], texts=texts, **quantized)
             row |= more
         row["told_apart"] = told_apart(expected)
+        if texts:
+            return row | {"equal": row["mlx_lm"] == "equal", "failed": "mlx-lm", "why": row["mlx_lm"]}
         step = "opened"
         found, session = ours(folder, memory="8GB", resident=1, head_resident=False)
         layers, smallest = len(session.size.layers), session.plan.smallest_budget_bytes
@@ -246,16 +251,18 @@ def main() -> None:
     parser.add_argument("--bits", type=int)
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--recipe")
+    parser.add_argument("--texts", action="store_true", help="of types in both: only how the libraries differ")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     left = arguments.folders or chosen(arguments.of)
     if arguments.work:
         quantize = {"bits": arguments.bits, "group_size": arguments.group} if arguments.bits else None
-        return work(left, arguments.dtype, quantize=quantize, recipe=arguments.recipe)
+        return work(left, arguments.dtype, quantize=quantize, recipe=arguments.recipe, texts=arguments.texts)
     rows = begun(arguments.json)
     left = [kind for kind in left if kind not in rows]
     options = [w for k in ("dtype", "bits", "group", "recipe") if (v := vars(arguments)[k]) for w in (f"--{k}", str(v))]
+    options += ["--texts"] if arguments.texts else []
     while left:
         command = [sys.executable, __file__, "--work", *options, *left]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:

@@ -65,10 +65,12 @@ def save_checkpoint(
     config = config_of(folder_of_type)
     model, beside = _in_mlx_lm(config) if named_by == "mlx-lm" else _in_mlx_vlm(folder_of_type, config, towers)
     model.eval()
-    whole_numbers = {k for k, v in tree_flatten(model.parameters()) if v.dtype in (mx.int32, mx.int64)}
+    whole = {k: v for k, v in tree_flatten(model.parameters()) if v.dtype in (mx.int32, mx.int64)}
     zoo.make_weights(model, seed)
-    # Tables of experts by token, for example: the zoo draws any numbers.
-    model.update(tree_unflatten([(k, v % 4) for k, v in tree_flatten(model.parameters()) if k in whole_numbers]))
+    # The zoo draws any numbers. What a model computes itself, as sizes of tables, stays; what a checkpoint would bring,
+    # as a table of experts by token, is zeros until then.
+    drawn = dict(tree_flatten(model.parameters()))
+    model.update(tree_unflatten([(k, v if v.any().item() else drawn[k] % 4) for k, v in whole.items()]))
     to_cast = getattr(model, "cast_predicate", lambda _: True)
     weights = tree_flatten(model.parameters())
     model.update(tree_unflatten([(k, v.astype(dtype)) for k, v in weights if v.dtype == mx.float32 and to_cast(k)]))
