@@ -328,8 +328,9 @@ class Images:
         self._ids, self._held = np.array([text], np.int32), held
         ids = mx.array(self._ids)
         if hasattr(language, "get_rope_index"):
-            grids = [image.inputs["image_grid_thw"] for image in self._images]
-            found, shift = language.get_rope_index(ids, image_grid_thw=mx.array(np.concatenate(grids)))
+            grids = [image.inputs["image_grid_thw"] for image in self._images if "image_grid_thw" in image.inputs]
+            grid = mx.array(np.concatenate(grids)) if len(grids) == len(self._images) else None
+            found, shift = language.get_rope_index(ids, image_grid_thw=grid)
             mx.eval(found, shift)
             self._positions, self.shift = found, int(shift.item())
         if not (needed := self._needed(held)):

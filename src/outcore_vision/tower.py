@@ -7,6 +7,7 @@ stays; features are kept by the image's content.
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 # What ``get_input_embeddings`` may say of a prompt with images; more means attention that is not computed here.
 ROWS, POSITIONS = ("inputs_embeds", "per_layer_inputs"), ("position_ids", "rope_deltas")
 DEEP = ("visual_pos_masks", "deepstack_visual_embeds")
+# What mlx-vlm passes on that positions are made of already; and the method that says whether prompts may be cut.
+GRIDS, ASKED = ("image_grid_thw", "video_grid_thw"), "chunked_prefill_policy"
 # Said, but read by no language model of the same type.
 UNUSED = ("attention_mask_4d",)
 
@@ -164,6 +167,7 @@ class Tower:
         said = {name: value for name, value in made.to_dict().items() if value is not None}
         if unknown := said.keys() - {*ROWS, *POSITIONS, *DEEP, *UNUSED}:
             raise self._refusal(f"they need {', '.join(sorted(unknown))}")
+        self._check(given)
         places = mx.array(image.places.astype(np.int32))
         found = {"rows": said["inputs_embeds"][0, places]}
         for n, rows in enumerate(said.get("deepstack_visual_embeds", ())):
@@ -181,6 +185,22 @@ class Tower:
         """Returns the arguments (1, tokens, ...) that the language model is given for a prompt without images."""
         made = self._whole.get_input_embeddings(ids, None, mask=None).to_dict()
         return {name: made[name] for name in ROWS if made.get(name) is not None}
+
+    def _check(self, given: Mapping[str, Any]) -> None:
+        """Refuses images that change more of a pass than embeddings and positions. ``given``:
+        what mlx-vlm would pass on to it."""
+        language = self._session.profile.lazy.model.language_model
+        if any(getattr(each, "no_chunked_prefill", False) for each in (self._whole, language)):
+            raise self._refusal("mlx-vlm computes their prompts in one pass")
+        policies = [each.chunked_prefill_policy for each in (self._whole, language) if hasattr(each, ASKED)]
+        if policies and not all(bool(policy(prefill_kwargs=dict(given))) for policy in policies):
+            raise self._refusal("their tokens attend to later ones")
+        code = inspect.getsource(cast(Any, inspect.getmodule(self._arch.LanguageModel)))
+        read = [name for name in given if name not in GRIDS and re.search(rf"\b{name}\b", code)]
+        if read and not policies:
+            raise self._refusal(f"its language model reads {', '.join(read)}")
+        if hasattr(language, "get_rope_index") and GRIDS[0] not in given:
+            raise self._refusal("their positions are not known")
 
     def _refusal(self, why: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self._arch.__name__}: images of this type are not read: {why}")

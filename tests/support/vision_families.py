@@ -148,9 +148,14 @@ FAMILIES: dict[str, Callable[[Path], Config]] = {
 }
 
 
-def save_model(kind: str, folder: Path) -> Path:
+def save_model(kind: str, folder: Path, side: int | None = None, vision: Config | None = None) -> Path:
+    """Writes a model. ``side``: of the largest pictures of Qwen's kind; ``vision``: other sizes of its tower."""
     folder.mkdir(parents=True)
     config = FAMILIES[kind](folder)
+    config["vision_config"] |= vision or {}
+    if side is not None:
+        said = json.loads((folder / "preprocessor_config.json").read_text())
+        write(folder, "preprocessor_config.json", said | {"max_pixels": side * side})
     text_of(config)["vocab_size"] = VOCABULARY
     config["vocab_size"] = VOCABULARY
     before = vision_zoo.config_of
