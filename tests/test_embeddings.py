@@ -5,14 +5,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from outcore.errors import UnsupportedModelError
+from outcore.errors import RequestError, UnsupportedModelError, UsageError
+from outcore_embed.files import Text, VectorFile, read_texts
 from outcore_embed.kinds import EMBED, RERANK, kind_of, task_of
 from outcore_embed.model_types import no_text
 from outcore_embed.texts import Encoded, passes_of, readings_of
@@ -108,3 +112,162 @@ def test_a_model_that_makes_vectors_is_refused_where_text_is_wanted(tmp_path: Pa
     folder = embed_zoo.save_checkpoint("bert", tmp_path / "m")
     with pytest.raises(UnsupportedModelError, match="makes vectors, no text: use outcore embed"):
         outcore.load(str(folder))
+
+
+# Files
+
+
+def rows(count: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).normal(size=(count, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ["v.npy", "v.jsonl"])
+def test_a_run_that_was_killed_goes_on_where_its_file_ends(name: str, tmp_path: Path) -> None:
+    path, vectors = tmp_path / name, rows(5)
+    records = [{"index": n} for n in range(5)]
+    with VectorFile(path, ["m"], 5) as file:
+        file.begin()
+        file.write(records[:2], vectors[:2])
+    with path.open("ab") as raw:
+        raw.write(b'{"index": 2, "emb')  # what a kill leaves of the next
+    with VectorFile(path, ["m"], 5, resume=True) as file:
+        assert file.done == 2
+        file.begin()
+        file.write(records[2:], vectors[2:])
+        file.finish()
+    found = np.load(path) if name.endswith("npy") else [json.loads(line) for line in path.read_text().splitlines()]
+    if name.endswith("jsonl"):
+        assert [each["index"] for each in found] == list(range(5))
+        found = np.array([each["embedding"] for each in found], np.float32)
+    np.testing.assert_array_equal(found, vectors)
+    assert [each.name for each in tmp_path.iterdir()] == [name]
+
+
+def test_an_output_file_is_replaced_or_continued_only_as_asked(tmp_path: Path) -> None:
+    path = tmp_path / "v.npy"
+    with VectorFile(path, ["m"], 3) as file:
+        file.begin()
+        file.write([], rows(1))
+    with pytest.raises(UsageError, match="exists already; --resume continues it"):
+        VectorFile(path, ["m"], 3)
+    for made_of, total in ((["other"], 3), (["m"], 4)):
+        with pytest.raises(UsageError, match="is not the unfinished output of these texts"):
+            VectorFile(path, made_of, total, resume=True)
+    assert VectorFile(path, ["other"], 4, overwrite=True).done == 0 and len(np.load(path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "texts"),
+    [
+        ("one\n\n  two \n", [Text("one"), Text("two")]),
+        ('{"text": "a", "id": 7}\n{"input": "b"}\n', [Text("a", "7"), Text("b")]),
+        ('{"custom_id": "c", "url": "/v1/embeddings", "body": {"input": "d"}}', [Text("d", "c")]),
+    ],
+)
+def test_texts_are_lines_or_json_lines(lines: str, texts: list[Text], tmp_path: Path) -> None:
+    (tmp_path / "t").write_text(lines)
+    assert read_texts(tmp_path / "t") == texts
+
+
+@pytest.mark.parametrize("lines", ['{"text": "a"}\nb', '{"text": ""}', '{"text": ["a"]}', '{"text": "\\ud800"}', "{}"])
+def test_a_line_that_is_no_text_is_named(lines: str, tmp_path: Path) -> None:
+    (tmp_path / "t").write_text(lines)
+    with pytest.raises(UsageError, match=f"line {lines.count(chr(10)) + 1}: "):
+        read_texts(tmp_path / "t")
+
+
+@needed
+def test_the_command_goes_on_after_an_interrupt_and_gives_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import embed_zoo
+    from outcore.cli.main import main
+    from outcore_embed.embedder import Embedder
+
+    folder = embed_zoo.save_checkpoint("bert", tmp_path / "m")
+    (tmp_path / "t.txt").write_text("\n".join(embed_zoo.texts(12)))
+    given = ["embed", str(folder), "--memory", "1GB", "--resident", "2", "--input", str(tmp_path / "t.txt"), "--json"]
+    monkeypatch.setattr(Embedder, "reading_tokens", lambda *_: 64)
+    whole, part = tmp_path / "whole.npy", tmp_path / "part.npy"
+    assert main([*given, "--output", str(whole)]) == 0
+    run, runs = Embedder.run, list[int]()
+
+    def interrupted(self: Embedder, texts: Any) -> Any:
+        runs.append(len(texts))
+        if len(runs) == 2:
+            raise KeyboardInterrupt
+        return run(self, texts)
+
+    monkeypatch.setattr(Embedder, "run", interrupted)
+    assert main([*given, "--output", str(part)]) == 130
+    assert len(np.load(part)) == runs[0] < 12
+    assert main([*given, "--output", str(part), "--resume"]) == 0
+    np.testing.assert_array_equal(np.load(part), np.load(whole))
+    told = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (told["texts"], told["resumed"], told["width"]) == (12, runs[0], 64)
+
+
+# The server
+
+
+@needed
+def test_a_server_answers_for_each_kind_and_clients_share_a_reading(tmp_path: Path) -> None:
+    import embed_zoo
+    from outcore.options import LoadOptions
+    from outcore.serve.api import HttpRequest
+    from outcore.serve.events import GenerationRequest
+    from outcore.serve.service import ModelService, ServiceOptions
+    from outcore.serve.shelf import Shelf
+    from outcore_embed import apis
+
+    vectors = embed_zoo.save_checkpoint("bert", tmp_path / "vectors")
+    rates = embed_zoo.save_checkpoint("bert", tmp_path / "rates", RERANK)
+    service = ModelService(
+        Shelf([str(vectors), str(rates)]), ServiceOptions(LoadOptions(memory="1GB", resident=2, draft="none"))
+    )
+
+    def asked(handle: Any, **body: Any) -> Any:
+        return handle(HttpRequest(service, body))
+
+    async def talk() -> None:
+        first = await asked(apis.embeddings, model="vectors", input=["w1 w2", [1, 8, 2]], encoding_format="base64")
+        rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in first["data"]]
+        assert first["usage"]["prompt_tokens"] == 7 and np.linalg.norm(rows, axis=1) == pytest.approx([1, 1], rel=1e-5)
+        assert service.engine.loaded is not None
+        metrics, begun = service.engine.loaded.session.metrics, threading.Event()
+        before = metrics.sweeps
+        held = service.engine.call(begun.wait)
+        several = [asyncio.create_task(asked(apis.embed, model="vectors:latest", input=f"w{n}")) for n in range(3)]
+        while sum(len(q._jobs) for q in apis._queues[service].values()) < 3:
+            await asyncio.sleep(0.01)
+        begun.set()
+        await asyncio.wrap_future(held)
+        found = [(await each)["embeddings"][0] for each in several]
+        assert metrics.sweeps == before + 1
+        alone = await asked(apis.embed_one, model="vectors", prompt="w2")
+        assert alone["embedding"] == found[2]
+        short = await asked(apis.embeddings, model="vectors", input="w1 w2", dimensions=8)
+        np.testing.assert_allclose(short["data"][0]["embedding"], rows[0][:8] / np.linalg.norm(rows[0][:8]), rtol=1e-5)
+        ranked = await asked(apis.rerank, model="rates", query="w1", documents=["w2", {"text": "w3"}, "w4"], top_n=2)
+        scores = [each["relevance_score"] for each in ranked["results"]]
+        assert scores == sorted(scores, reverse=True) and len(scores) == 2
+        refused = [
+            (apis.embeddings, {"model": "rates", "input": "x"}, "rates rates documents and makes no vectors"),
+            (apis.rerank, {"model": "vectors", "query": "x", "documents": ["x"]}, "vectors makes vectors and rates no"),
+            (apis.embeddings, {"model": "vectors", "input": [[1, 999]]}, "the model has no token 999"),
+            (apis.embeddings, {"model": "vectors", "input": ["a", ""]}, r"input\[1\]: give a string"),
+            (apis.embeddings, {"model": "vectors", "input": []}, "0 texts"),
+            (apis.embeddings, {"model": "vectors", "input": "w1 " * 600}, "has more than 500 tokens"),
+            (apis.embeddings, {"model": "vectors", "input": "x", "dimensions": 65}, "dimensions: this model's vectors"),
+        ]
+        for handle, body, why in refused:
+            with pytest.raises(RequestError, match=why):
+                await asked(handle, **body)
+        assert len((await asked(apis.embed, model="vectors", input="w1 " * 600))["embeddings"]) == 1  # Ollama's is cut
+        with pytest.raises(RequestError, match="vectors makes vectors, no text"):
+            await service.prompt(GenerationRequest(model="vectors", prompt="x"))
+
+    try:
+        asyncio.run(talk())
+    finally:
+        service.close()

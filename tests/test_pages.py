@@ -49,6 +49,7 @@ NOT_RUN = {
     "outcore generate --model MODEL --image": "needs a model that reads images; test_vision_pictures.py",
     "outcore draft train": "takes minutes; test_draft_train.py",
     "outcore launch ": "needs a second machine",
+    "outcore embed ": "needs an embedding model; test_embeddings.py runs it",
     "outcore bench ": "measures for minutes, in other processes",
     "outcore matrix ": "measures for minutes, in other processes",
     "outcore calibrate ": "takes seconds; test_calibrate.py runs it",

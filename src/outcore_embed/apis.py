@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -121,7 +120,7 @@ class JobQueue:
 _queues: weakref.WeakKeyDictionary[ModelService, dict[Path, JobQueue]] = weakref.WeakKeyDictionary()
 
 # A tokenizer may be used by one thread at a time.
-_reader = ThreadPoolExecutor(1, "outcore-texts")
+_tokenizing = threading.Lock()
 
 
 def _named(http: HttpRequest, name: str | None, task: str) -> Offered:
@@ -139,26 +138,27 @@ async def _computed(
     """Returns vectors or ratings, and how many tokens the texts have; ``cuts``: too long texts are cut."""
 
     def prepared() -> tuple[JobQueue, list[Encoded]]:
-        known = _queues.setdefault(http.service, {})
-        if model.folder not in known:
-            known[model.folder] = JobQueue(http.service, model, task)
-        turns = known[model.folder]
-        texts = encode(turns.reader)
+        with _tokenizing:
+            known = _queues.setdefault(http.service, {})
+            if model.folder not in known:
+                known[model.folder] = JobQueue(http.service, model, task)
+            jobs = known[model.folder]
+            texts = encode(jobs.reader)
         for n, text in enumerate(texts):
             if not len(text.ids):
                 raise wrong(f"input[{n}]", "has no tokens")
             if text.cut and not cuts:
-                why = f"has more than {turns.reader.limit} tokens, this model's most: shorten it"
+                why = f"has more than {jobs.reader.limit} tokens, this model's most: shorten it"
                 raise wrong(f"input[{n}]", why, "context_length_exceeded")
-        return turns, texts
+        return jobs, texts
 
     try:
-        turns, texts = await asyncio.get_running_loop().run_in_executor(_reader, prepared)
+        jobs, texts = await asyncio.to_thread(prepared)
     except RequestError:
         raise
     except OutcoreError as e:
         raise as_request_error(e) from e
-    return await turns.vectors(texts), sum(len(text.ids) for text in texts)
+    return await jobs.vectors(texts), sum(len(text.ids) for text in texts)
 
 
 def _shortened(vectors: Sequence[Any], dimensions: int | None) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         digest = xxhash.xxh3_128_hexdigest("\n".join(t.text for t in given).encode("utf-8", "surrogatepass"))
         made_of = (args.model, digest, rerank, args.instruction, dimensions)
         output = VectorFile(args.output, made_of, len(given), args.resume, args.force)
-    with ProgressBar() as bar:
+    with ProgressBar() as bar, output if output is not None else nullcontext():
         texts = _encoded(reader, given, rerank, args.instruction, bar)
         _compute(args, folder, reader, given, texts, output, bar)
 
@@ -115,7 +116,6 @@ def _compute(
             print_summary([f"{each}: {record['texts_per_s']} texts a second{cut}"], session)
     if output is not None:
         output.finish()
-        output.close()
 
 
 def _readings(
