@@ -2,7 +2,7 @@
 
     python benchmarks/embeddings.py [KIND ...] [--json FILE]
 
-For each type: whether a tiny checkpoint can be made here, and whether the vectors of 40 texts are, bit for bit, those
+For each type: whether a tiny checkpoint can be made here, and whether the vectors of 24 texts are, bit for bit, those
 that mlx-vlm's model gives for the same groups of texts, with a third of the layers in memory and within the smallest
 budget; how far they are from those of each text alone, and from those of all texts in one padded group, which is what
 mlx-vlm's server computes; and how often all streamed weights were read for them.
@@ -30,7 +30,7 @@ from outcore_embed.kinds import CLASSIFIERS, EMBED, RERANK
 from outcore_embed.texts import Encoded, TextReader, passes_of
 from result_file import write_result
 
-TEXTS = 40
+TEXTS = 24
 PASS = 64
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outcore.errors import RequestError, UnsupportedModelError, UsageError
+from outcore.errors import BudgetError, RequestError, UnsupportedModelError, UsageError
 from outcore_embed.files import Text, VectorFile, read_texts
 from outcore_embed.kinds import EMBED, RERANK, kind_of, task_of
 from outcore_embed.model_types import no_text
@@ -88,7 +88,7 @@ def test_vectors_are_mlx_vlms_within_a_third_and_within_the_smallest_budget(tmp_
     import embed_zoo
     from outcore_embed.embedder import load
 
-    folder = embed_zoo.save_checkpoint("modernbert", tmp_path / "m")
+    folder = embed_zoo.save_checkpoint("bert", tmp_path / "m")
     texts = embed_zoo.texts(12)
     model = load_embedding_model(folder)
     with load(folder, memory="1GB", resident=2, context=64, prefill_step_size=64) as ours:
@@ -102,6 +102,12 @@ def test_vectors_are_mlx_vlms_within_a_third_and_within_the_smallest_budget(tmp_
     with load(folder, memory=least, context=64, prefill_step_size=64) as ours:
         assert ours.embedder.session.plan.streams
         np.testing.assert_array_equal(ours.embed(texts), found)
+        # A text longer than planned makes room for itself, or is refused by its length.
+        with pytest.raises(BudgetError, match="a text of 402 tokens: "):
+            ours.embed(["w1 " * 400])
+        np.testing.assert_array_equal(ours.embed(texts), found)
+    with load(folder, memory=8 * least, context=64, prefill_step_size=64) as ours:
+        assert ours.embed(["w1 " * 400]).shape == (1, 64)
 
 
 @needed

@@ -36,8 +36,8 @@ def install(streaming: Streaming, profile: ModelProfile) -> None:
     A model with one table (its embedding) asks for it first in each pass: nothing would be gained.
     """
     tables = [t for t in streaming.tables if t.reader is not None]
-    if len(tables) < 2:
-        return
+    if len(tables) < 2 or CALL not in streaming.model.__dict__:
+        return  # not bound to a ring: this is called again once it is
     foresight = Foresight(tables, profile, [t.module for t in streaming.tables if t.reader is None])
     within: Call = streaming.model.__dict__[CALL]
 
