@@ -27,13 +27,14 @@ class GivenUp(Drafting):
     most ``PROBE`` of the time since. Where it does not pay again, it is given up again.
 
     Args:
+        drafted: the most drafted tokens that there was room for with the drafter.
         back: reads the drafter's weights within the memory of a pass's activations; None: they have no room there, or
             others are in the file now. It is not called again then.
     """
 
-    def __init__(self, session: Session, back: Callable[[Session], Drafting | None]) -> None:
+    def __init__(self, session: Session, drafted: int, back: Callable[[Session], Drafting | None]) -> None:
         super().__init__()
-        self._back = back
+        self._drafted, self._back = drafted, back
         learnt = session.acceptance
         self._from_s = learnt.total_s if learnt is not None else 0.0
 
@@ -42,7 +43,7 @@ class GivenUp(Drafting):
         if learnt is None or layers.given_up is None or plan.pools or plan.kv_slot or not session.metrics.bytes_read:
             return
         draft, head_streamed = layers.given_up
-        drafted = drafted_tokens(session.size, plan.budget_bytes, False, most)
+        drafted = min(self._drafted, drafted_tokens(session.size, plan.budget_bytes, False, most))
         if not drafted or head_streamed or plan.head_streamed or session.size.sequences > 1:
             return
         size = replace(draft.size_with(session.profile), drafted=drafted)

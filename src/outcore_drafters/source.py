@@ -231,6 +231,7 @@ class ByDrafter(Drafting):
         self._weights, self._read, self._taps = draft.weights, read, LayerTaps([layers[n] for n in network.taps])
         self._folder, self._states, self._seen, self._first = draft.detail
         self._statistics: AcceptanceStats | None = None
+        self._drafted = 0
         self.holds_head = network.borrows_head
         self.shared: SharedParts | None = None
 
@@ -239,6 +240,7 @@ class ByDrafter(Drafting):
             session.note("the model's head is not in memory, so nothing drafts with it but the text's own repetitions")
             return Drafting()
         self.shared, note = SharedParts(session.model), weakref.WeakMethod(session.note)
+        self._drafted = session.size.drafted
         self._taps.missed = lambda: None if (noted := note()) is None else noted(UNREADABLE)
         if on_cpu():
             split_rows(self.model, session.cpu_streams)
@@ -264,7 +266,7 @@ class ByDrafter(Drafting):
 
     def give_up(self, session: Session) -> Drafting:
         super().give_up(session)
-        return GivenUp(session, self._back)
+        return GivenUp(session, self._drafted, self._back)
 
     def _back(self, session: Session) -> Drafting | None:
         # Where a stored array has to be cast or quantized, it and the result are in memory together.
