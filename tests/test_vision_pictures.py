@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("mlx_vlm", reason="the extra vision is not installed")
 
-import vision_images
+import vision_families
 from outcore.cli.main import main
 from outcore.errors import RequestError
 from outcore.options import LoadOptions
@@ -33,11 +33,11 @@ ASK, TOKENS = "What is it?", 5
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = vision_images.save_model("qwen2_5_vl", tmp_path_factory.mktemp("pictures") / "qwen")
+    folder = vision_families.save_model("qwen2_5_vl", tmp_path_factory.mktemp("pictures") / "qwen")
     config = json.loads((folder / "config.json").read_text())
     # mlx-lm knows the type, too.
     (folder / "config.json").write_text(json.dumps(config | {"outcore_model_types": "vision"}))
-    for n, image in enumerate(vision_images.pictures(2)):
+    for n, image in enumerate(vision_families.pictures(2)):
         image.save(folder.parent / f"{n}.png")
     return folder
 
