@@ -95,20 +95,26 @@ def test_streamed_text_equals_mlx_vlms_and_no_image_is_computed_twice(made: Any,
         assert tower_of(model).runs == 0 and again and why
 
 
-def test_too_small_a_budget_is_refused_with_one_that_works(made: Any) -> None:
-    folder, pictures, prompt, expected = made
-    budget, got = 1_000_000, None
+def test_too_small_a_budget_is_refused_with_one_that_works(tmp_path: Path) -> None:
+    """Of a thousand patches, all scores of attention together are many times the model."""
+    pytest.importorskip("mlx_vlm", reason="needs the extra vision", exc_type=ImportError)
+    import vision_families
+
+    folder = vision_families.save_model("qwen3_vl", tmp_path / "model", side=512)
+    pictures, prompt = vision_families.pictures(1, 500), vision_families.prompt_of("qwen3_vl", 1)
+    budget, peaks = 1_000_000, list[int]()
     for _ in range(8):
         try:
-            model, tokenizer = load(folder, **OPTIONS, memory=budget, prefix_cache="off")
+            model, tokenizer = load(folder, **OPTIONS | {"context": 320}, memory=budget, prefix_cache="off")
             with model.outcore:
                 reset_peak()
-                got = answered(model, tokenizer, prompt, pictures)
+                answered(model, tokenizer, prompt, pictures)
+                peaks.append(peak_held())
             break
         except BudgetError as e:
             assert e.smallest is not None and e.smallest > budget
             budget = e.smallest
-    assert got is not None and equal(got, expected) and peak_held() <= budget
+    assert peaks and 5_000_000 < peaks[0] <= budget
 
 
 def test_texts_with_and_without_images_run_together(made: Any) -> None:
