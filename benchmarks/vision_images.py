@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -56,7 +56,7 @@ def differs(got: list[Any], tokens: list[int], scores: list[mx.array]) -> float:
     """The largest difference of log-probabilities; infinite if a token differs."""
     if [r.token for r in got] != tokens:
         return float("inf")
-    return max(float(mx.abs(a.logprobs - b).max().item()) for a, b in zip(got, scores, strict=True))
+    return max(cast(float, mx.abs(a.logprobs - b).max().item()) for a, b in zip(got, scores, strict=True))
 
 
 def surveyed(kind: str, work: Path) -> dict[str, Any]:

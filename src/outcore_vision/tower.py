@@ -196,6 +196,7 @@ class Tower:
         if policies and not all(bool(policy(prefill_kwargs=dict(given))) for policy in policies):
             raise self._refusal("their tokens attend to later ones")
         code = inspect.getsource(cast(Any, inspect.getmodule(self._arch.LanguageModel)))
+        code = re.sub("#.*", "", code)
         read = [name for name in given if name not in GRIDS and re.search(rf"\b{name}\b", code)]
         if read and not policies:
             raise self._refusal(f"its language model reads {', '.join(read)}")

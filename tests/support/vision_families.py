@@ -68,7 +68,12 @@ def qwen(kind: str, patch: int) -> Callable[[Path], Config]:
     def config(folder: Path) -> Config:
         found = config_of(kind)
         found |= QWEN
-        found["vision_config"] |= {"patch_size": patch, "depth": 4, "in_channels": 3}
+        found["vision_config"] |= {
+            "patch_size": patch,
+            "depth": 4,
+            "in_channels": 3,
+            "deepstack_visual_indexes": [0, 2],
+        }
         save_tokenizer(folder, QWEN_MARK)
         sizes = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, **QWEN_SIZES}
         write(folder, "preprocessor_config.json", sizes)

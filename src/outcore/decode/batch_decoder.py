@@ -31,9 +31,6 @@ from .one_text import to_token
 from .passes import Pass, chunks, run_passes
 from .request import Request, Token, grow_by, own_cache
 
-# Argument of models whose positions images shift: by how much, (sequences, 1).
-SHIFTS = "rope_deltas"
-
 
 @dataclass
 class _Row:
@@ -122,7 +119,7 @@ class BatchDecoder:
                     mx.eval(c.state)
         last = mx.array([row.last for row in self._rows], dtype=mx.int32)
         shifts = [0 if row.request.media is None else row.request.media.shift for row in self._rows]
-        extra = {SHIFTS: mx.array(shifts)[:, None]} if any(shifts) else {}
+        extra = {"rope_deltas": mx.array(shifts)[:, None]} if any(shifts) else {}
         return self._model(last[:, None], cache=self._caches, **extra)
 
     def _choose(self, logits: mx.array) -> list[Token]:

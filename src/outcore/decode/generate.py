@@ -125,12 +125,11 @@ def _stream(
         if session.media is None:
             raise UsageError(f"images: {TEXT_ONLY}")
         prompt, media = session.media.prompt(prompt, images, kwargs.get("history", ()))
-        kwargs = kwargs | {"media": media}
     tokenizer, ids, max_tokens = _checked(tokenizer, prompt, max_tokens)
     session.bind_again()
     check_cache(session.forms, kwargs.get("prompt_cache"))
     check_ids(ids if media is None else mx.array(plain(media, cast(list[int], ids.tolist()))), session, "the prompt")
-    request, step = _request(model, session, ids, max_tokens, kwargs)
+    request, step = _request(model, session, ids, max_tokens, kwargs | {"media": media})
     drafted = kwargs.get("num_draft_tokens")
     drafted = None if drafted is None else check_draft_length(drafted)
     detokenizer = tokenizer.detokenizer
@@ -216,8 +215,7 @@ def _request(
     bound = kept_at_most(model, given, window, min(length, theirs))
     room = before + length + 1 if bound is None else min(before + length + 1, bound)
     kept = 0 if given is None else max(snapshot_bytes(given), session.size.states)
-    if (media := kwargs.get("media")) is not None:
-        kept += media.room(model, 0)
+    kept += 0 if (media := kwargs["media"]) is None else media.room(model, 0)
     alone = _alone(kwargs, theirs, bound)
     records = True
 
@@ -247,10 +245,8 @@ def _request(
         cache = make_prompt_cache(model, max_kv_size=window) if found is None else found.cache
     limit = ENDLESS if max_tokens < 0 else max_tokens
     processors = tuple(kwargs.get("logits_processors") or ())
-    request = Request(
-        0, tokens, limit, kwargs.get("sampler"), processors, cache=cache, cached=cached, scores=True, alone=alone,
-        media=media,
-    )  # fmt: skip
+    request = Request(0, tokens, limit, kwargs.get("sampler"), processors, (), cache, cached=cached, scores=True)
+    request = replace(request, alone=alone, media=media)
     return request, step
 
 

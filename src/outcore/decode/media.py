@@ -1,8 +1,7 @@
 """What a prompt has beside text, such as images: a package reads it, and the core passes on what it makes of it.
 
-Where an image stands, a prompt's token ids are ``VIRTUAL`` or above, made of the image's content. So whatever compares
-texts by their tokens, such as the prefix cache, tells images apart. Where ids are looked up, drafted or counted,
-``Media.plain`` has the model's own placeholder in their places.
+In an image's places, token ids are made of its content, so that whatever compares texts by their tokens, such as the
+prefix cache, tells images apart. Where ids are looked up or drafted, ``Media.plain`` has the model's own placeholder.
 """
 
 from __future__ import annotations
@@ -18,17 +17,12 @@ from ..packages import modules
 
 # Ids from here on stand for places of images; no vocabulary is as large. They fit into 31 bits.
 VIRTUAL = 2**30
-
 TEXT_ONLY = "this model reads text only"
 
 
 class Media(Protocol):
-    """The images of one text; positions count from the text's beginning.
-
-    Attributes:
-        placeholder: the model's token in images' places.
-        shift: by how much the model's positions of tokens after the images differ from their places in the text.
-    """
+    """The images of one text, by positions from its beginning. ``placeholder``: the model's token in their places;
+    ``shift``: by how much the model's positions of tokens after them differ from their places in the text."""
 
     placeholder: int
     shift: int

@@ -35,8 +35,7 @@ class ModelRunner:
         in_blocks: drafted tokens may be computed in one pass, which is faster where compute is the limit, but whose
             kernels may round differently; otherwise each in a separate pass, with the bits of plain decoding.
         in_cache: tokens of the prompt that the caches hold already.
-        arguments: returns the ids and further arguments of the pass over some ids that begins at a token of the prompt
-            (``Media.arguments``); None: there are none.
+        arguments: as ``Media.arguments``, with positions that count as ``in_cache``; None: passes have ids alone.
 
     Attributes:
         prompt_s: seconds that the prompt took; 0 before it.

@@ -79,9 +79,7 @@ class Prompter:
         reader: returns what reads images (``media_reader``).
     """
 
-    def __init__(
-        self, tokenizer: TokenizerWrapper, vocabulary: int | None = None, reader: Callable[[], Any] = lambda: None
-    ) -> None:
+    def __init__(self, tokenizer: TokenizerWrapper, vocabulary: int | None = None, reader: Any = lambda: None) -> None:
         self.tokenizer, self._reader = tokenizer, functools.cache(reader)
         self._template = TokenizerTemplate(tokenizer)
         made = (

@@ -238,8 +238,8 @@ class ModelService:
             vocabulary = model.config.get("vocab_size") or (model.config.get("text_config") or {}).get("vocab_size")
             known = vocabulary if isinstance(vocabulary, int) else None
             config = model.config | (options_for(model.folder, self.options.load).model_config or {})
-            reader = partial(media_reader, model.folder, config, self.options.load.ranks)
-            self._prompters[model.name] = Prompter(tokenizer, known, reader)
+            find = partial(media_reader, model.folder, config, self.options.load.ranks)
+            self._prompters[model.name] = Prompter(tokenizer, known, find)
         return self._prompters[model.name].prepare(request, most)
 
     def _limit(self, model: Offered, prompt: Prompt, max_tokens: int | None) -> int:
