@@ -235,6 +235,13 @@ for name in names:
 """
 
 
+def test_a_hundred_megapixels_are_refused_where_they_cannot_be_decoded_smaller() -> None:
+    with pytest.raises(
+        PictureError, match=r"^PNG of 12500 x 8000 pixels: more than 40 megapixels; make it smaller, or a"
+    ):
+        decoded(png(12_500, 8_000, data=zlib.compress(bytes(1000))))
+
+
 def growths(folder: Path, files: dict[str, bytes]) -> dict[str, tuple[int, str]]:
     """Returns by how many MB the memory of a process grows that decodes each file, and the size or the error."""
     for n, data in enumerate(files.values()):
