@@ -48,6 +48,7 @@ class Embedder:
     def __init__(self, model: nn.Module, pad: int, left: bool, filled: bool = True) -> None:
         self._model, self._pad, self._left, self._filled = model, pad, left, filled
         self.session: Session = model.outcore
+        self._mask_rows = int(getattr(model, "mask_rows", 1))
         self._planned: dict[int, int] = {}
 
     @property
@@ -87,19 +88,25 @@ class Embedder:
         wanted = max(size.prompt, -(-tokens // step) * step)
         if longest <= size.context and wanted <= size.prompt:
             return
-        larger = replace(size, context=max(size.context, longest), prompt=wanted)
+        masks = 4 * self._mask_rows * max(0, longest - size.context)
+        larger = replace(size, context=max(size.context, longest), prompt=wanted, hidden=size.hidden + masks)
         try:
             self.session.residency.accommodate(larger, [step])
         except BudgetError as e:
-            if longest <= size.context and len(texts) > 1:
-                return  # the passes then share as many readings as they need
             raise BudgetError(f"a text of {longest} tokens: {e}", e.smallest) from None
         self._planned.clear()
 
     def run(self, texts: Sequence[Encoded]) -> list[Vector]:
-        """Returns each text's vector, or one for each of its tokens, or its rating: one reading of the weights."""
-        self.reserve(texts)
+        """Returns each text's vector, or one for each of its tokens, or its rating: by one reading of the weights, or
+        several if the budget has no room for all their hidden states."""
         session = self.session
+        try:
+            self.reserve(texts)
+        except BudgetError:
+            parts = list(readings_of(texts, session.size.prompt))
+            if len(parts) == 1:
+                raise
+            return [vector for part in parts for vector in self.run(part)]
         groups = passes_of([len(t.ids) for t in texts], self.pass_tokens, filled=self._filled)
         passes = [
             Pass(partial(self._call, *self._arrays([texts[n] for n in group])), len(group) * len(texts[group[-1]].ids))

@@ -19,6 +19,7 @@ from mlx_vlm.models.cache import create_causal_mask
 
 from outcore.checkpoint.checkpoint import read_header
 from outcore.errors import CheckpointError
+from outcore.options import LoadOptions
 from outcore.plan.model_size import ModelSize
 from outcore_vision.text_model import Arguments
 
@@ -99,12 +100,17 @@ class VectorModel(nn.Module):
     def make_cache(self) -> list[Any]:
         return []
 
-    def outcore_sized(self, size: ModelSize) -> ModelSize:
+    @property
+    def mask_rows(self) -> int:
+        """How many numbers of masks a token holds for each token of its text."""
+        kind = self.arch.__name__.rpartition(".")[2]
+        return 0 if kind in ONE_ROW else MASKS.get(kind, 1)
+
+    def outcore_sized(self, size: ModelSize, o: LoadOptions) -> ModelSize:
         """Counts masks with each token: the trace of a few takes them for something that grows with the tokens alone,
         and texts' passes share readings of the weights whatever their masks weigh."""
-        kind = self.arch.__name__.rpartition(".")[2]
-        rows = 0 if kind in ONE_ROW else MASKS.get(kind, 1)
-        return replace(size, masked=0, hidden=size.hidden + 4 * rows * size.context)
+        prompt = max(size.prompt, o.prefill_step_size or 0)  # texts of a pass, not parts of one
+        return replace(size, prompt=prompt, masked=0, hidden=size.hidden + 4 * self.mask_rows * size.context)
 
 
 class Classifier(VectorModel):

@@ -61,7 +61,7 @@ class Opening:
         if o.sequences == 1 and o.batch is None and size.kept_apart:
             size = replace(size, kv_disk=kv_disk(o.kv_disk, called("kv_disk")))
         resized = getattr(lazy.model, "outcore_sized", None)  # a package's model that passes otherwise than a text
-        return replace(profile, size=size if resized is None else resized(size))
+        return replace(profile, size=size if resized is None else resized(size, o))
 
 
 def _in_batches(size: ModelSize, sequences: int, length: int) -> ModelSize:
