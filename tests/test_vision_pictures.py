@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -18,7 +19,7 @@ pytest.importorskip("mlx_vlm", reason="the extra vision is not installed")
 
 import vision_families
 from outcore.cli.main import main
-from outcore.errors import RequestError
+from outcore.errors import RequestError, UsageError
 from outcore.options import LoadOptions
 from outcore.serve import requests
 from outcore.serve.api import HttpRequest, ParsedRequest
@@ -27,6 +28,7 @@ from outcore.serve.events import Begun, TextPart
 from outcore.serve.service import ModelService, ServiceOptions
 from outcore.serve.shelf import Shelf
 from outcore_apis.apis import OLLAMA
+from outcore_vision.parts import CommandImages
 
 ASK, TOKENS = "What is it?", 5
 
@@ -132,6 +134,17 @@ def test_a_model_of_text_takes_none(
     assert "this model reads text only" in capsys.readouterr().err
     assert main(["generate", "--model", str(model), "--prompt", "x", "--image", "https://a.example/a.png"]) == 2
     assert "--allow-remote-images" in capsys.readouterr().err
-    monkeypatch.setattr(requests, "OPAQUE", {})
-    Shelf([str(demo_model)])
+    # A type of both libraries is mlx-lm's in a chat that begins without images.
+    both = model.parent / "both"
+    both.mkdir(exist_ok=True)
+    for file in model.iterdir():
+        (both / file.name).write_bytes(file.read_bytes())
+    config = json.loads((both / "config.json").read_text())
+    del config["outcore_model_types"]
+    (both / "config.json").write_text(json.dumps(config))
+    given = Namespace(image=None, ranks=None, allow_remote_images=False)
+    with pytest.raises(UsageError, match="begun without images"):
+        CommandImages(given, both, [image])
+    assert CommandImages(Namespace(**vars(given) | {"image": [image]}), both, [image]).sizes
+    assert CommandImages(given, model, [image]).sizes
     assert Shelf([str(demo_model)]).default.card.images == {}

@@ -212,6 +212,9 @@ class CommandImages:
         if reader is None or not taken:
             why = "images are not shared between machines" if args.ranks is not None else TEXT_ONLY
             raise UsageError(f"{shortened(names[0])}: {why}")
+        if not args.image and folder_of(config_of(folder)) is None:
+            why = "this chat was begun without images, and so mlx-lm reads the model's text only; begin it with --image"
+            raise UsageError(f"{shortened(names[0])}: {why}")
         if getattr(args, "prompt_cache_file", None) is not None:
             raise UsageError("--image: does not work with --prompt-cache-file")
         opened = [_opened(name, taken, args.allow_remote_images) for name in names]
