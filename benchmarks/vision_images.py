@@ -77,12 +77,36 @@ def surveyed(kind: str, work: Path) -> dict[str, Any]:
         second = [r.token for r in opened.answer(vision_families.prompt_of(kind, 3, "and why?"), pictures)]
         row["runs_second"] = opened.runs - row["runs_first"]
         other = opened.answer(vision_families.prompt_of(kind, 3), pictures[::-1])
-        row["others_differ"] = [r.token for r in other] != expected[3][0]
+        row["others_differ"] = differs(other, *expected[3][:2]) > 0
+    with Opened(folder, memory="8GB", resident=1, prefix_cache="off") as opened:
+        row |= after_interrupt(opened, vision_families.prompt_of(kind, 3), pictures, expected[3])
     with Opened(folder, memory="8GB", resident=1, prefix_cache="1GB") as opened:
         got = opened.answer(vision_families.prompt_of(kind, 3, "and how?"), pictures)
         same = [r.token for r in opened.answer(vision_families.prompt_of(kind, 3, "and why?"), pictures)] == second
         row |= {"runs_new_session": opened.runs, "same_new_session": same and bool(got)}
     return row | smallest(kind, folder, pictures, expected[3])
+
+
+def after_interrupt(opened: Opened, prompt: str, pictures: list[Any], expected: Any) -> dict[str, Any]:
+    """The same text after one that Ctrl-C ended in its tower's second block, and whether its room was given back."""
+    kept, tower = opened.session.size.kept, tower_of(opened.model)
+    run_block = tower.run_block
+
+    def interrupted(n: int, run: Any) -> Any:
+        if n == 1:
+            raise KeyboardInterrupt
+        return run_block(n, run)
+
+    tower.__dict__["run_block"] = interrupted
+    try:
+        opened.answer(prompt, pictures)
+        return {"interrupted": False}
+    except KeyboardInterrupt:
+        pass
+    finally:
+        del tower.__dict__["run_block"]
+    back = opened.session.size.kept == kept
+    return {"interrupted": back, "differs_interrupted": differs(opened.answer(prompt, pictures), *expected[:2])}
 
 
 def smallest(kind: str, folder: Path, pictures: list[Any], expected: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def open_images(args: argparse.Namespace, folder: Path, names: Sequence[str]) ->
     """Returns images that a command was given, opened by a package (``CommandImages`` of its group ``parts``)."""
     for package in modules("parts").values():
         return package.CommandImages(args, folder, names)
-    raise UsageError("images need the package outcore_vision, which is missing")
+    raise UsageError("images need a package that is missing: pip install 'outcore[vision]'")
 
 
 class ProgressBar(Progress):

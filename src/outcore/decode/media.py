@@ -46,8 +46,8 @@ class Media(Protocol):
 
 
 def media_reader(folder: Path, config: Mapping[str, Any], ranks: object = None) -> Any:
-    """Returns what reads a model's images, from the ``make`` of a package's module of the group ``media``
-    (``outcore_vision.media`` says what it can); None: the model reads text only, or several machines share it."""
+    """Returns what reads a model's images, from ``make`` of a package's module of the group ``media``; None: it reads
+    text only, or several machines share it."""
     found = (package.make(folder, config) for package in modules("media").values() if ranks is None)
     return next((each for each in found if each is not None), None)
 
