@@ -156,7 +156,7 @@ class OnDemand:
         experts = _experts(size)
         plan = replace(plan, pools=tuple(counts), pool_bytes=_pools(size, counts))
         reads = self.reads(plan, size, size.sequences)
-        read = sum(_blocks(size, p) for p in plan.parts if not (reads and p.experts))
+        read = sum(_blocks(size, p) for p in plan.parts if not (reads and p.experts)) + size.row_bytes
         read += size.head.read if plan.head_streamed and size.head is not None else 0
         if reads:
             read += int(sum(experts[i].missing(n, size.sequences) * experts[i].read for i, n in counts))
