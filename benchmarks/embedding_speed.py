@@ -98,7 +98,7 @@ def main() -> None:
         folder = embed_zoo.save_checkpoint("bert", work / "model", num_hidden_layers=arguments.layers, **WIDE)
         file = folder / "model.safetensors"
         nbytes, rate = file.stat().st_size, disk_rate(file)
-        third, rows = str(nbytes // 3), list[dict[str, Any]]()
+        third, rows = f"{nbytes // 3}B", list[dict[str, Any]]()
         slow = arguments.rate if os.access(GROUPS, os.W_OK) else None
         for kind in ("resident", "streamed", *(["slow disk"] if slow else []), "resident"):
             with slow_disk(folder, slow if kind == "slow disk" else None) as group:

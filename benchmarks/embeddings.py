@@ -69,7 +69,8 @@ class Theirs:
             rows = np.array(out.astype(mx.float32))
             return [r if r.ndim == 1 else r[m.astype(bool)] for r, m in zip(rows, mask, strict=True)]
         if self.reader.kind in CLASSIFIERS:
-            return list(np.array(mx.sigmoid(self.model(tokens, attended, token_type_ids=mx.array(types)).logits)))
+            told = {"token_type_ids": mx.array(types)} if types.any() else {}
+            return list(np.array(mx.sigmoid(self.model(tokens, attended, **told).logits)))
         from mlx_vlm.server.reranking import _attention_mask, _binary_scores
 
         inner, model = self.model.language_model.model, self.model
@@ -95,8 +96,9 @@ def equal(a: list[Any], b: list[Any]) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def opened(folder: Path, reader: TextReader, **options: Any) -> LoadedEmbedder:
-    return open_embedder(folder, reader, LoadOptions(context=64, prefill_step_size=PASS, **options))
+def opened(folder: Path, reader: TextReader, texts: list[Encoded], **options: Any) -> LoadedEmbedder:
+    longest = max(len(t.ids) for t in texts)
+    return open_embedder(folder, reader, LoadOptions(context=longest, prefill_step_size=max(PASS, longest), **options))
 
 
 def encoded(reader: TextReader, count: int) -> list[Encoded]:
@@ -116,7 +118,7 @@ def survey(kind: str, task: str, work: Path) -> dict[str, Any]:
         alone = groups_of(theirs, texts, [[n] for n in range(TEXTS)])
         together = theirs(texts)
         step = "a third resident"
-        with opened(folder, reader, memory="8GB", resident=2) as ours:
+        with opened(folder, reader, texts, memory="8GB", resident=2) as ours:
             session = ours.embedder.session
             groups = passes_of([len(t.ids) for t in texts], ours.embedder.pass_tokens, filled=reader.filled)
             expected = groups_of(theirs, texts, groups)
@@ -129,12 +131,12 @@ def survey(kind: str, task: str, work: Path) -> dict[str, Any]:
         row |= {"from_alone": farthest(found, alone), "from_one_group": farthest(found, together)}
         row["theirs_alone_from_one_group"] = farthest(alone, together)
         step = "smallest budget"
-        with opened(folder, reader, memory=smallest) as ours:
+        with opened(folder, reader, texts, memory=smallest) as ours:
             at = ours.vectors(texts)
             if not ours.embedder.session.plan.streamed or farthest(at, found) > 1e-5:
                 raise AssertionError(f"by {farthest(at, found)}")
         step = "resident"
-        with opened(folder, reader, memory="8GB") as ours:
+        with opened(folder, reader, texts, memory="8GB") as ours:
             row["resident_equal"] = equal(ours.embedder.run(texts), found)
         row["equal"] = True
     except Exception as e:

@@ -58,6 +58,8 @@ class TextReader:
         pad = next((t for t in (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id) if t is not None), 0)
         self.pad, self.left = int(pad), getattr(self._tokenizer, "padding_side", "right") == "left"
         self.filled = not (self.kind == "lfm2_embedding" and (folder / DENSE).is_file())
+        # Tokenizers may tell two texts apart where a model has no numbers for that.
+        self._typed = int(config.get("type_vocab_size") or (1 if self.kind == "xlm_roberta" else 2)) > 1
         judges = task == RERANK and self.kind not in CLASSIFIERS
         self.left |= judges
         named = getattr(self._tokenizer, "model_max_length", None)
@@ -100,7 +102,7 @@ class TextReader:
             return []
         # Cut by the tokenizer, which keeps the tokens that end a text; a text as long as the limit may have been cut.
         found = self._tokenizer(*texts, truncation=True, max_length=self.limit)
-        types = found.get("token_type_ids") or [None] * len(found["input_ids"])
+        types = (self._typed and found.get("token_type_ids")) or [None] * len(found["input_ids"])
         full = [n for n, ids in enumerate(found["input_ids"]) if len(ids) >= self.limit]
         whole = self._tokenizer(*([given[n] for n in full] for given in texts))["input_ids"] if full else []
         cut = {n for n, ids in zip(full, whole, strict=True) if len(ids) > self.limit}
