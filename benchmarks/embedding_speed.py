@@ -93,7 +93,7 @@ def main() -> None:
         folder, memory, vectors = arguments.work
         print(json.dumps(one_run(Path(folder), memory, arguments.texts, arguments.words, Path(vectors))))
         return
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
+    with tempfile.TemporaryDirectory() as place:
         work = Path(place)
         folder = embed_zoo.save_checkpoint("bert", work / "model", num_hidden_layers=arguments.layers, **WIDE)
         file = folder / "model.safetensors"
