@@ -99,6 +99,7 @@ class Called:
 
     def __init__(self, model: Any) -> None:
         self.language = model.language_model
+        self.layers = self.language.layers
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
         logits: mx.array = self.language(tokens, cache=cache).logits

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from typing import Any, cast
 
 from mlx_lm.models import cache as mlx_lm_caches
 from mlx_vlm.models import cache as mlx_vlm_caches
 
 from outcore.modules.mlx_lm_compat import BaseCache
+
+_revisions = count()
 
 
 class Recurrent(mlx_lm_caches.ArraysCache, mlx_vlm_caches.ArraysCache):
@@ -26,9 +29,13 @@ class Recurrent(mlx_lm_caches.ArraysCache, mlx_vlm_caches.ArraysCache):
     _left_padding = _lengths = _speculation = None
 
     @property
-    def metadata_revision(self) -> object:
+    def metadata_revision(self) -> int:
         """Differs each time: what mlx-vlm derived from paddings and lengths earlier may not hold any more."""
-        return object()
+        return next(_revisions)
+
+    @metadata_revision.setter
+    def metadata_revision(self, _: int) -> None:
+        """Told by methods of mlx-vlm's class that change paddings or lengths, as when texts share passes."""
 
 
 class Listed(mlx_lm_caches.CacheList, mlx_vlm_caches.CacheList):
