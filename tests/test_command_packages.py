@@ -109,4 +109,5 @@ def test_a_package_brings_an_api_in_one_module(paint: None) -> None:
 
     assert asyncio.run(asked("/paint")).json() == {"painting": ["a ", "tree "]}
     assert asyncio.run(asked("/paint/more")).json() == {"no": "/paint/more: no such address"}
-    assert [api.name for api in all_apis()] == ["openai", "openai", "anthropic", "ollama", "llama.cpp", "paint"]
+    names = ["openai", "openai", "anthropic", "ollama", "openai", "ollama", "llama.cpp", "paint"]
+    assert [api.name for api in all_apis()] == names
