@@ -5,7 +5,7 @@
 A BERT of random weights and BERT's width (float32). Each run is a process of its own, in turn: all in memory, streamed,
 streamed behind a disk of so many bytes a second (``slow_disk.py``; needs root), all in memory again. The disk's time is
 what the run read, by the rate of a plain reading of the file, or of the slow disk. ``ratio``: the run's seconds by the
-longer of the disk's and the computing of all in memory (the slower one of the two).
+longer of the disk's and the computing of all in memory (the faster one of the two).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main() -> None:
                 row = started(arguments, folder, memory, work / f"{kind}.npy", group)
             rows.append({"kind": kind, **row})
             print(json.dumps(rows[-1]), flush=True)
-        compute = max(r["seconds"] for r in rows if r["kind"] == "resident")
+        compute = min(r["seconds"] for r in rows if r["kind"] == "resident")
         for row in rows:
             if row["kind"] != "resident":
                 row["disk_s"] = row["bytes_read"] / (slow if row["kind"] == "slow disk" and slow else rate)
