@@ -100,3 +100,18 @@ def test_mixed_quantization_streams_equal_to_mlx_vlms(tmp_path: Path) -> None:
     quantize = {"bits": 4, "group_size": 32}
     row = vision_types.survey("klear", tmp_path, "float32", quantize=quantize, recipe="mixed_3_6")
     assert row["equal"] and row["streamed"], row
+
+
+def test_changes_of_a_recurrent_cache_may_be_counted_while_the_model_runs() -> None:
+    """mlx-vlm's methods do, as when texts of a server share passes."""
+    pytest.importorskip("mlx_vlm", reason="needs the extra vision", exc_type=ImportError)
+    from mlx_lm.models.cache import ArraysCache
+
+    from outcore_vision.caches import within
+
+    cache: Any = ArraysCache(2)
+    with within([cache]):
+        before = cache.metadata_revision
+        cache.metadata_revision += 1
+        assert cache.metadata_revision != before
+    assert type(cache) is ArraysCache
