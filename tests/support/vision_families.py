@@ -64,7 +64,9 @@ def text_of(config: Config) -> Config:
     return text
 
 
-def qwen(kind: str, patch: int) -> Callable[[Path], Config]:
+def qwen(kind: str, patch: int, deep: tuple[int, ...] = ()) -> Callable[[Path], Config]:
+    """``deep``: the blocks whose features are added after the first layers."""
+
     def config(folder: Path) -> Config:
         found = config_of(kind)
         found |= QWEN
@@ -72,7 +74,7 @@ def qwen(kind: str, patch: int) -> Callable[[Path], Config]:
             "patch_size": patch,
             "depth": 4,
             "in_channels": 3,
-            "deepstack_visual_indexes": [0, 2],
+            "deepstack_visual_indexes": list(deep),
         }
         save_tokenizer(folder, QWEN_MARK)
         sizes = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, **QWEN_SIZES}
@@ -110,6 +112,17 @@ def pixtral(folder: Path) -> Config:
     return found
 
 
+def mistral3(folder: Path) -> Config:
+    found = config_of("mistral3")
+    found |= {"image_token_index": IDS["[IMG]"], "spatial_merge_size": 1, "vision_feature_layer": -1}
+    found["vision_config"] |= {"model_type": "pixtral", "head_dim": 32, "num_hidden_layers": 3, "image_size": 70}
+    save_tokenizer(folder, "[IMG]")
+    sizes = {"patch_size": {"height": 14, "width": 14}, "size": {"longest_edge": 70}}
+    write(folder, "preprocessor_config.json", sizes)
+    write(folder, "processor_config.json", {"patch_size": 14, "spatial_merge_size": 1})
+    return found
+
+
 def internvl(folder: Path) -> Config:
     found = config_of("internvl_chat")
     found |= {"image_token_index": IDS["<IMG_CONTEXT>"], "force_image_size": 56, "max_dynamic_patch": 4}
@@ -133,7 +146,8 @@ def llava(folder: Path) -> Config:
 
 
 MARKS = {
-    "gemma3": "<start_of_image>", "pixtral": "[IMG]", "internvl_chat": "<image>\n", "llava": "<image>\n",
+    "gemma3": "<start_of_image>", "pixtral": "[IMG]", "mistral3": "[IMG]", "internvl_chat": "<image>\n",
+    "llava": "<image>\n",
 }  # fmt: skip
 
 
@@ -146,10 +160,14 @@ FAMILIES: dict[str, Callable[[Path], Config]] = {
     "gemma3": gemma3,
     "internvl_chat": internvl,
     "llava": llava,
+    "mistral3": mistral3,
     "pixtral": pixtral,
     "qwen2_5_vl": qwen("qwen2_5_vl", 14),
-    "qwen3_vl": qwen("qwen3_vl", 16),
-    "qwen3_vl_moe": qwen("qwen3_vl_moe", 16),
+    "qwen2_vl": qwen("qwen2_vl", 14),
+    "qwen3_5": qwen("qwen3_5", 16),
+    "qwen3_5_moe": qwen("qwen3_5_moe", 16),
+    "qwen3_vl": qwen("qwen3_vl", 16, (0, 2)),
+    "qwen3_vl_moe": qwen("qwen3_vl_moe", 16, (0, 2)),
 }
 
 
