@@ -17,6 +17,7 @@ from outcore.serve.app import OPENAI, application
 from outcore.serve.events import Begun, Called, Event, GenerationRequest, TextPart
 from outcore.serve.site import Site
 from outcore_apis.apis import RESPONSES
+from outcore_embed.apis import OPENAI as EMBEDDINGS
 from translated import Said, token
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def asking(script: Script, work: Callable[[openai.AsyncOpenAI], Awaitable[T]]) -
     """What some work with a client gives."""
 
     async def run() -> T:
-        transport = httpx.ASGITransport(application(Site(FakeService(script), (OPENAI, RESPONSES))))
+        transport = httpx.ASGITransport(application(Site(FakeService(script), (OPENAI, RESPONSES, EMBEDDINGS))))
         async with openai.AsyncOpenAI(
             api_key="none",
             base_url="http://localhost/v1",
