@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..modules.hooks import caches_in
 from .media import Media
 from .passes import KvBits
+from .prompt import cached_tokens
 from .sampling import Draw, Processor
 
 
@@ -125,6 +126,14 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
     scores: mx.array | None = None
     drafted: bool = False
+
+
+def open_media(request: Request, model: nn.Module, hold: Callable[[int], None] | None = None) -> None:
+    """Prepares what the passes over a prompt need of its images; ``hold``: as in ``Media.open``."""
+    if request.media is not None:
+        found = request.cached.tokens
+        held = max(len(request.earlier), cached_tokens(request.cache or ()) - found) + found
+        request.media.open(model, held, request.tokens, hold)
 
 
 def close_media(request: Request) -> None:

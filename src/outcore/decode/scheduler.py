@@ -31,7 +31,7 @@ from .batch_decoder import BatchDecoder
 from .prefill import Prefill, Prefills
 from .prefix_cache import block_step
 from .prompt import cached_tokens
-from .request import Request, close_media, own_cache
+from .request import Request, close_media, open_media, own_cache
 from .sequence_room import SequenceRoom
 from .speculative_decoder import SpeculativeDecoder
 from .step import ScheduledSequence, StepResult
@@ -174,7 +174,7 @@ class Scheduler:
             alone = [self._waiting.popleft().request] if self._waiting else []
             try:
                 for request in alone:
-                    self._open_media(request)
+                    open_media(request, self._model)
                 step.tokens = self._batch.step(alone, self._asked_step or self._session.plan.prefill_step)
             finally:
                 for request in alone:
@@ -330,7 +330,7 @@ class Scheduler:
         for row in admitted:
             request = row.begin(self._session, chunk, whole=apart, finds=not self._planned, records=room.records)
             try:
-                self._open_media(request)
+                open_media(request, self._model, room.hold)
             except Exception as e:  # fails this sequence only
                 self.remove([row.request.uid])
                 step.failed.append((row.request.uid, e))
@@ -367,13 +367,6 @@ class Scheduler:
             close_media(self._rows[uid].request)
         metrics.tokens += len(step.tokens)
         return joining
-
-    def _open_media(self, request: Request) -> None:
-        """Prepares what the passes over a prompt need of its images."""
-        if request.media is not None:
-            found, room = request.cached.tokens, self._room
-            held = max(len(request.earlier), cached_tokens(request.cache or ()) - found) + found
-            request.media.open(self._model, held, request.tokens, None if room is None else room.hold)
 
     def _decoder(self, *, together: bool) -> SpeculativeDecoder | BatchDecoder:
         """Makes a decoder with a row of shared caches for each sequence (``together``), or with separate caches."""
