@@ -198,18 +198,27 @@ def test_pictures_and_pixels_of_a_request_are_bounded(monkeypatch: pytest.Monkey
 def test_requests_wait_until_the_pictures_of_others_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     monkeypatch.setattr(parts, "MOST_HELD", parts.held() + 24)
-    first, second = sent(1), sent(1)
+    asked, taken = [sent(1), sent(1)], TAKEN | {"pixels": 24}
 
-    async def run() -> None:
-        await ready(first, TAKEN, remote=False)
-        waiting = asyncio.create_task(ready(second, TAKEN, remote=False))
+    async def run() -> list[int]:
+        # Both come while nothing is decoded.
+        both = [asyncio.create_task(ready(each, taken, remote=False)) for each in asked]
         await asyncio.sleep(0.3)
-        assert not waiting.done()
-        first.clear()
-        await asyncio.wait_for(waiting, 5)
+        done = [n for n, task in enumerate(both) if task.done()]
+        asked[done[0]].clear()
+        await asyncio.wait_for(asyncio.gather(*both), 5)
+        return done
 
-    asyncio.run(run())
-    assert second[0]["content"][0]["image"].size == (6, 4)
+    assert asyncio.run(run()) == [0]
+    assert asked[1][0]["content"][0]["image"].size == (6, 4)
+
+
+def test_what_failed_requests_would_have_decoded_counts_no_longer() -> None:
+    gc.collect()
+    before = parts.held()
+    with pytest.raises(RequestError):
+        asyncio.run(ready(sent(1, "AAAA"), TAKEN, remote=False))
+    assert parts.held() == before
 
 
 def test_what_a_picture_takes_is_the_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

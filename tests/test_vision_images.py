@@ -149,6 +149,12 @@ def test_images_that_do_not_fit_the_prompt_or_the_model_are_refused(made: Any) -
             answered(model, tokenizer, prompt, pictures[:1])
         with pytest.raises(PromptError, match="the prompt ends with an image"):
             answered(model, tokenizer, "<|image_pad|>", pictures[:1])
+        for wrong, why in ((pictures[0], "give a list"), ("x.png", "give a list"), ([None, 3], "not NoneType")):
+            with pytest.raises(PromptError, match=why):
+                answered(model, tokenizer, prompt, wrong)
+        assert answered(model, tokenizer, prompt, iter(pictures))
+        with pytest.raises(UsageError, match="not with input_embeddings"):
+            list(stream_generate(model, tokenizer, prompt, images=pictures, input_embeddings=mx.zeros((5, 64))))
         model.outcore.media = None
         with pytest.raises(UsageError, match="this model reads text only"):
             answered(model, tokenizer, prompt, pictures)

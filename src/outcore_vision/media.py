@@ -7,7 +7,7 @@ planned, before anything is computed. Everything but ``Images`` may be called fr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -131,6 +131,9 @@ class ImageReader:
         Raises:
             PromptError: there are not as many placeholders as pictures, or a picture cannot be read.
         """
+        if isinstance(pictures, str | bytes | Path) or not isinstance(pictures, Iterable):
+            raise PromptError("images: give a list of them")
+        pictures = list(pictures)
         if not isinstance(prompt, str):
             if not all(isinstance(each, Image) for each in pictures):
                 raise PromptError("images: give the prompt as text, or images that were read with these tokens")
@@ -227,6 +230,8 @@ def _opened(given: Any) -> Any:
 
     if isinstance(given, pil.Image):
         return given if given.mode == "RGB" else given.convert("RGB")
+    if not isinstance(given, str | bytes | Path):
+        raise PromptError(f"images: give paths, bytes or Pillow's images, not {type(given).__name__}")
     try:
         return read_picture(given).image
     except PictureError as e:

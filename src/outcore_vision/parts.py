@@ -169,26 +169,36 @@ async def ready(messages: Sequence[Mapping[str, Any]], taken: Mapping[str, int],
         raise wrong(parts[0]["image"].where, "this model reads text only", UNSUPPORTED)
     if len(parts) > taken["count"]:
         raise wrong(parts[taken["count"]]["image"].where, f"more than {taken['count']} pictures in a request")
-    pixels, made = 0, (asyncio.Semaphore(FETCHED), asyncio.Semaphore(DECODED))
+    made = asyncio.Semaphore(FETCHED), asyncio.Semaphore(DECODED)
     fetching, decoding = _gates.setdefault(asyncio.get_running_loop(), made)
-    while held() >= MOST_HELD:  # until others have their answers
+    # What is to be decoded counts before, as requests that come at the same time would all find room otherwise.
+    pixels, coming = 0, min(MOST_PIXELS, len(parts) * taken["pixels"])
+    while held() and held() + coming > MOST_HELD:  # until others have their answers
         await asyncio.sleep(0.1)
-    for part in parts:
-        sent: Sent = part["image"]
-        async with fetching:
-            data = await asyncio.to_thread(sent.data, remote)
-        async with decoding:
-            part["image"] = image = await asyncio.to_thread(sent.picture, data, taken["pixels"])
-        pixels += image.width * image.height
-        held(image)
-        if pixels > MOST_PIXELS:
-            most = f"{MOST_PIXELS / 1e6:.0f} megapixels in all pictures of a request"
-            raise wrong(sent.where, f"more than {most}: send smaller or fewer ones")
+    try:
+        held(more=coming)
+        for part in parts:
+            sent: Sent = part["image"]
+            async with fetching:
+                data = await asyncio.to_thread(sent.data, remote)
+            async with decoding:
+                part["image"] = image = await asyncio.to_thread(sent.picture, data, taken["pixels"])
+            size = image.width * image.height
+            pixels += size
+            held(image, -min(size, coming))
+            coming -= min(size, coming)
+            if pixels > MOST_PIXELS:
+                most = f"{MOST_PIXELS / 1e6:.0f} megapixels in all pictures of a request"
+                raise wrong(sent.where, f"more than {most}: send smaller or fewer ones")
+    finally:
+        held(more=-coming)
 
 
-def held(image: Any = None) -> int:
-    """Returns the pixels of requests under way; ``image`` counts from now on until it is freed. For one thread."""
+def held(image: Any = None, more: int = 0) -> int:
+    """Returns the pixels of requests under way; ``image`` counts from now on until it is freed, and ``more`` pixels
+    that are to come, or no longer. For one thread."""
     global _held
+    _held += more
     while _freed:
         _held -= _freed.popleft()
     if image is not None:

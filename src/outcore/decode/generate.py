@@ -122,8 +122,8 @@ def _stream(
 ) -> Generator[GenerationResponse, None, None]:
     session.in_cache, media = 0, None
     if images := kwargs.get("images"):
-        if session.media is None:
-            raise UsageError(f"images: {TEXT_ONLY}")
+        if session.media is None or kwargs.get("input_embeddings") is not None:
+            raise UsageError(f"images: {TEXT_ONLY if session.media is None else 'not with input_embeddings'}")
         prompt, media = session.media.prompt(prompt, images, kwargs.get("history", ()))
     tokenizer, ids, max_tokens = _checked(tokenizer, prompt, max_tokens)
     session.bind_again()

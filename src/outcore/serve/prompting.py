@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decode.media import TEXT_ONLY, Media
+from ..decode.media import TEXT_ONLY, VIRTUAL, Media
 from ..decode.prefix_cache import GRID
 from ..decode.prompt import check_known, encode_rendered, encode_text, render, same_tokens
 from ..decode.sampling import Processor
@@ -136,7 +136,7 @@ class Prompter:
         else:
             text = render(messages)
             tokens = encode_rendered(self.tokenizer, text)
-            check_known(tokens, self._ids, "messages")
+        check_known([t for t in tokens if t < VIRTUAL], self._ids, "messages")
         thinking = self._thinks(request, text)
         parser = functools.partial(
             TextParser, markers=self._markers[bool(tools)], tools=tools, thinking=thinking, continued=request.continued,
