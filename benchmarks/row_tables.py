@@ -169,7 +169,7 @@ def streamed(kind: str, folder: Path, tokens: int, budget: str, foresee: bool) -
         begin(self, *args)
         spent["foresight"] += time.perf_counter() - began
         ahead.clear()
-        ahead.update(key for t in self._tables for key in t.reader._ahead)
+        ahead.update(key for t in self._tables for key in t.reader.ahead)
 
     RowReader.read, row_prefetch.Foresight.begin = timed, begun  # type: ignore[method-assign, assignment]
     row_prefetch.install = install if foresee else lambda *_: None

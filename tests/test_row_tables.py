@@ -155,7 +155,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     def begun(self: Foresight, *args: Any) -> None:
         begin(self, *args)
         ahead.clear()
-        ahead.update(key for t in self._tables if t.reader is not None for key in t.reader._ahead)
+        ahead.update(key for t in self._tables if t.reader is not None for key in t.reader.ahead)
 
     monkeypatch.setattr(RowReader, "read", seen)
     monkeypatch.setattr(Foresight, "begin", begun)
@@ -224,7 +224,7 @@ def test_rows_foreseen_wrongly_are_read_when_asked_for(own: Path, monkeypatch: p
     model = opened(own)
     with model.outcore as session:
         assert equal(ours(model, IDS), theirs(own, IDS))
-        assert not any(t.reader._ahead for t in session.streaming.tables if t.reader is not None)
+        assert not any(t.reader.ahead for t in session.streaming.tables if t.reader is not None)
 
 
 @pytest.mark.parametrize("options", [{"draft": "ngram"}, {"memory": "smallest"}, {"prefix_cache": "on"}], ids=str)

@@ -87,14 +87,15 @@ class Foresight:
         noted, self._noted = self._noted, []
         mx.eval([ids for _, ids in noted])
         for table, ids in noted:
-            table.begin(ids)
+            _read_ahead(table, ids)
 
     def end(self) -> None:
         """Drops what was noted or read and not asked for."""
         self._noted = []
         for table in self._tables:
             assert table.reader is not None
-            table.reader.forget()
+            while table.reader.ahead:
+                table.reader.ahead.popitem()[1][1].cancel()
 
     @contextmanager
     def _replaced(self) -> Iterator[None]:
@@ -133,6 +134,16 @@ class Foresight:
     ) -> mx.array:
         self._noted.append((table, args[0]))
         return mx.broadcast_to(zero, (*args[0].shape, zero.shape[-1]))
+
+
+def _read_ahead(table: StreamedTable, ids: mx.array) -> None:
+    """Starts reading the rows of ``ids`` that are not being read."""
+    assert table.reader is not None
+    rows, _ = table.asked(ids)
+    for info in table.table.places:
+        if (key := (info.file, info.offset, *rows)) not in table.reader.ahead:
+            size = info.nbytes // info.shape[0]
+            table.reader.ahead[key] = table.reader.submit(info.file, info.offset, size, rows, table.table.layer.path)
 
 
 def _reached(*_: Any) -> Any:

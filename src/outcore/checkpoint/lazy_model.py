@@ -98,12 +98,10 @@ def open_lazily(
 
     def get_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         model_class, args_class = _classes(folder, config, own_code)
-        classes.append(model_class)
+        classes[:] = [model_class]
         return _recording(model_class, loaded, weights), args_class
 
     def load(model_config: dict[str, Any] | None) -> Any:
-        classes.clear()
-        loaded.clear()
         return mlx_lm.utils.load_model(
             LiteralFolder(folder),
             lazy=True,

@@ -44,9 +44,6 @@ KEEP_S = 300.0
 
 KEY_BYTES = 4096
 
-# Of a request to a model that takes images: what Anthropic's API allows.
-IMAGES_BYTES = 32_000_000
-
 
 def run(args: argparse.Namespace) -> None:
     defaults = defaults_of(args)
@@ -66,7 +63,8 @@ def run(args: argparse.Namespace) -> None:
         service = stack.enter_context(closing(open_service(args, names)))
         if service.forecast is not None:
             tell(service.forecast.line)
-        limits = ClientLimits(body_bytes=IMAGES_BYTES) if any(card.images for card in service.models()) else None
+        in_base64 = [card.images["bytes"] * 4 // 3 for card in service.models() if card.images]
+        limits = ClientLimits(body_bytes=max(in_base64)) if in_base64 else None
         site = Site(args.preset.service(service), all_apis(), limits, defaults)
         site.journal = tell
         address = url(args.host, sockets)

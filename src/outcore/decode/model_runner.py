@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,7 +37,6 @@ class ModelRunner:
         arguments: as ``Media.arguments``, with positions that count as ``in_cache``; None: passes have ids alone.
 
     Attributes:
-        prompt_s: seconds that the prompt took; 0 before it.
         in_cache: how many tokens of this text, prompt included, the caches hold.
         pending: tokens of the text that the caches do not hold yet, without the last one.
         fed: tokens of the last verifying passes, drafted ones included.
@@ -61,7 +59,7 @@ class ModelRunner:
         self._model, self._session, self._kv = model, session, kv
         self.cache, self.owned, self.hidden = cache, owned, hidden
         self._may_block, self._arguments = in_blocks, arguments
-        self.in_cache, self.prompt_s, self.snapshots = in_cache, 0.0, 0
+        self.in_cache, self.snapshots = in_cache, 0
         self.pending: list[int] = []
         self._undo: Undo | None = None  # where the model is all in memory
         self.fed: list[int] = []
@@ -142,14 +140,12 @@ class ModelRunner:
         parts = chunks(total, step, None if kv is None else kv.step)
         return [Pass(functools.partial(run, part), part.stop - part.start) for part in parts]
 
-    def prompted(self, logits: mx.array, total: int, seconds: float) -> mx.array:
+    def prompted(self, logits: mx.array, total: int) -> mx.array:
         """Evaluates the output of a prompt's last pass and returns the logits (1, vocabulary) after the prompt.
-        ``total``: tokens of its passes; ``seconds``: time spent on them so far."""
-        began = time.perf_counter()
+        ``total``: tokens of its passes."""
         self.evaluate(logits)
         clear_cache()
         self.in_cache += total
-        self.prompt_s = seconds + time.perf_counter() - began
         return logits[:, -1, :]
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -151,7 +152,9 @@ class OneText:
 
     def prompted(self, logits: mx.array, seconds: float) -> None:
         """Takes the output of the prompt's last pass; ``seconds``: time spent on the prompt."""
-        logits = self.runner.prompted(logits, sum(each.tokens for each in self.prompt), seconds)
+        began = time.perf_counter()
+        logits = self.runner.prompted(logits, sum(each.tokens for each in self.prompt))
+        self.drafts.prompt_s = seconds + time.perf_counter() - began
         if self.request.cached.recording is not None:
             self.request.cached.recording.save(self.runner.cache, logits)
         self.now, self.prompt = Computed([logits]), []

@@ -51,6 +51,7 @@ class TextDrafts:
         control: decides how many tokens are drafted; None: nothing is drafted, or not yet.
         source: guesses tokens; None whenever ``control`` is.
         hidden: keeps the hidden states that the drafter uses; None: it needs none.
+        prompt_s: seconds that the prompt took; 0 before it.
     """
 
     def __init__(self, session: Session, request: Request, ends: Collection[int], most: int | None) -> None:
@@ -70,6 +71,7 @@ class TextDrafts:
         self.hidden: HiddenKeeper | None = None if self.drafting is None else self.drafting.hidden()
         self.control: DraftLengthPolicy | None = None
         self.source: Proposer | None = None
+        self.prompt_s = 0.0
 
     def begin(self, logprobs: mx.array, runner: ModelRunner) -> None:
         """Starts drafting if drafts can pay. ``logprobs`` give the vocabulary size; ``runner`` runs the text."""
@@ -82,7 +84,7 @@ class TextDrafts:
             session.acceptance = AcceptanceStats()
         self.control = DraftLengthPolicy(self.most, session.acceptance)
         self.most = self.control.most
-        self.control.foreseen_s = runner.prompt_s
+        self.control.foreseen_s = self.prompt_s
         self.source = drafting.source(
             self.control,
             drawn_by(self._request.sampler),

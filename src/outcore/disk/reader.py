@@ -325,6 +325,9 @@ class RowReader:
 
     Args:
         make: called with ``files`` and settings; returns the reader to use.
+
+    Attributes:
+        ahead: what ``submit`` returned before ``read`` is asked for it, by path, offset and rows.
     """
 
     def __init__(
@@ -332,31 +335,24 @@ class RowReader:
     ) -> None:
         self.metrics = metrics or Metrics()
         self._reader = make(files, io="random", threads=ROW_THREADS)
-        self._ahead: dict[tuple[Any, ...], tuple[ByteRows, Read]] = {}
+        self.ahead: dict[tuple[Any, ...], tuple[ByteRows, Read]] = {}
 
-    def begin(self, path: Path, offset: int, nbytes: int, rows: Sequence[int], name: str) -> None:
-        """Starts reading rows that ``read`` will be asked for with the same arguments, unless they are being read."""
-        key = path, offset, *rows
-        if key not in self._ahead:
-            out = np.empty((len(rows), nbytes), dtype=np.uint8)
-            extents = [Extent(path, offset + row * nbytes, nbytes, i * nbytes) for i, row in enumerate(rows)]
-            self._ahead[key] = out, self._reader.submit(f"rows of {name}", extents, out.reshape(-1).data)
+    def submit(self, path: Path, offset: int, nbytes: int, rows: Sequence[int], name: str) -> tuple[ByteRows, Read]:
+        """Starts reading as ``read`` does. Returns the array, and the read that fills it."""
+        out = np.empty((len(rows), nbytes), dtype=np.uint8)
+        extents = [Extent(path, offset + row * nbytes, nbytes, i * nbytes) for i, row in enumerate(rows)]
+        return out, self._reader.submit(f"rows of {name}", extents, out.reshape(-1).data)
 
     def read(self, path: Path, offset: int, nbytes: int, rows: Sequence[int], name: str) -> ByteRows:
         """Read rows of ``nbytes`` bytes each; row 0 begins at ``offset``. Returns uint8 of shape (rows, nbytes)."""
-        self.begin(path, offset, nbytes, rows, name)
-        out, read = self._ahead.pop((path, offset, *rows))
+        key = path, offset, *rows
+        out, read = self.ahead.pop(key) if key in self.ahead else self.submit(path, offset, nbytes, rows, name)
         began = self.metrics.clock()
         read.ended()
         read.wait()
         self.metrics.stall_s += self.metrics.clock() - began
         self.metrics.rows_read += len(rows)
         return out
-
-    def forget(self) -> None:
-        """Drops the rows that were begun and not asked for."""
-        while self._ahead:
-            self._ahead.popitem()[1][1].cancel()
 
     def check(self) -> None:
         self._reader.check()

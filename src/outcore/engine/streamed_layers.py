@@ -75,24 +75,19 @@ class StreamedTable:
     def module(self) -> nn.Module:
         return self.table.layer.module
 
-    def begin(self, ids: mx.array) -> tuple[list[int], mx.array]:
-        """Starts reading the rows of ``ids`` from disk, each once. Evaluates ``ids``. Ids below 0 count from the end,
-        as in MLX. Returns the rows, and the indices of ``ids`` into them."""
-        assert self.reader is not None
+    def asked(self, ids: mx.array) -> tuple[list[int], mx.array]:
+        """Returns the rows of ``ids``, each once, and the indices of ``ids`` into them. Evaluates ``ids``; those below
+        0 count from the end, as in MLX."""
         rows = self.table.places[0].shape[0]
         asked = np.array(ids).astype(np.int64)
         asked = np.where(asked < 0, asked + rows, asked).clip(0, rows - 1)
         unique, places = np.unique(asked, return_inverse=True)
-        wanted = unique.tolist()
-        for info in self.table.places:
-            self.reader.begin(info.file, info.offset, info.nbytes // rows, wanted, self.table.layer.path)
-        return wanted, mx.array(places.reshape(asked.shape).astype(np.int32))
+        return unique.tolist(), mx.array(places.reshape(asked.shape).astype(np.int32))
 
     def rows_of(self, ids: mx.array) -> tuple[list[mx.array], mx.array]:
-        """Reads the rows of ``ids``. Returns the parameters with these rows only, and the indices of ``ids`` into
-        them."""
+        """Reads the rows of ``ids``. Returns the parameters with these rows only, and the indices into them."""
         assert self.reader is not None
-        (unique, places), rows = self.begin(ids), self.table.places[0].shape[0]
+        (unique, places), rows = self.asked(ids), self.table.places[0].shape[0]
         arrays = []
         for info, cast in zip(self.table.places, self.table.casts, strict=True):
             data = self.reader.read(info.file, info.offset, info.nbytes // rows, unique, self.table.layer.path)
