@@ -378,3 +378,24 @@ def test_the_last_units_slot_is_free_while_the_head_is_computed(tmp_path: Path) 
     assert not ring.held and len(ring.ahead) == 2, "all of them are being read into again"
     mx.eval(logits)
     model.outcore.close()
+
+
+def test_a_parts_weights_are_in_the_model_during_its_calls_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What other code of the layer makes of them would not be evaluated before their slot is reused."""
+    folder, seen = zoo.save_checkpoint("llama", tmp_path / "m"), list[int]()
+    smallest = outcore.plan_model(str(folder), context=32, prefill_step_size=8).smallest_budget_bytes
+    model, _ = load_model(folder, memory=smallest, context=32, prompt=8)
+    own = llama.MLP.__call__
+
+    def watched(self: Any, x: mx.array) -> mx.array:
+        out = own(self, x)
+        seen.append(self.down_proj.weight.size)
+        return out
+
+    with model.outcore as session:
+        assert any(u.modules for u in session.streaming.layers.units), "layers in parts"
+        monkeypatch.setattr(llama.MLP, "__call__", watched)
+        mx.eval(model(mx.array([[1, 2, 3]]), cache=make_prompt_cache(model)))
+    assert seen and not any(seen)

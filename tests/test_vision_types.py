@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from outcore import CheckpointError, UnsupportedModelError, load_model
+from outcore.modules.hooks import swap
 from outcore_vision import model_types
 
 ROOT = Path(__file__).parents[1]
@@ -58,3 +60,29 @@ def test_streamed_logits_equal_mlx_vlms(kind: str, tmp_path: Path) -> None:
     row = vision_types.survey(kind, tmp_path, "float32")
     assert row["equal"], row
     assert row["streamed"] == row["layers"] - 1 and row["told_apart"]
+
+
+def test_quantized_weights_used_beside_their_modules_call(tmp_path: Path) -> None:
+    """In parts: these gave other logits, and NaN. The function runs in the module's call, where its weights are."""
+    pytest.importorskip("mlx_vlm", reason="needs the extra vision", exc_type=ImportError)
+    from mlx_vlm.models.qwen4_exp.language import _row_invariant_quantized_projection as project
+
+    import vision_types
+
+    row = vision_types.survey("qwen4_exp", tmp_path, "float32", quantize={"bits": 4, "group_size": 32})
+    assert row["equal"] and row["split"] == row["experts"] == row["layers"], row
+
+    from outcore_vision.switches import SINGLE
+
+    linear, x, noted = nn.Linear(64, 32, bias=False).to_quantized(32, 4), mx.ones((1, 3, 64)), list[Any]()
+    expected, weights = project(linear, x), dict(linear)
+    for key in weights:
+        linear[key] = mx.zeros((0,))
+
+    def call(original: Any, args: Any, kwargs: Any) -> Any:
+        linear.update(weights)
+        noted.append(getattr(original, "func", None))
+        return original(*args, **kwargs)
+
+    swap(linear, "Streamed", call)
+    assert mx.array_equal(project(linear, x), expected).item() and noted == [SINGLE]

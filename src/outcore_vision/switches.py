@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
+import sys
+from functools import cache, partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -11,6 +12,8 @@ import mlx.nn as nn
 from mlx_lm.models import switch_layers as mlx_lm_switches
 from mlx_vlm.models import switch_layers as mlx_vlm_switches
 from mlx_vlm.models.linear import DECODE_BLOCK_SIZE
+from mlx_vlm.models.quantized_verifier import singleton_quantized_linear as SINGLE
+from mlx_vlm.models.quantized_verifier import supports_quantization
 
 from outcore.modules.layers import PIECE, modules
 
@@ -18,8 +21,13 @@ from outcore.modules.layers import PIECE, modules
 BESIDE = {"HyperConnection": ("_mix",)}
 
 # Modules that call what is in them token by token, if these are few: each is streamed as one piece.
-# Qwen4Exp's layers: quantized, their parts gave other logits (dev/log/vision.md); why is not known.
-WHOLE = {"CompressedAttention", "SparseCompressedAttention", "Glm5NextAttention", "Qwen4ExpDecoderLayer"}
+WHOLE = {"CompressedAttention", "SparseCompressedAttention", "Glm5NextAttention"}
+
+# mlx-vlm's function that multiplies by a quantized module's weights beside calling it.
+SINGLY = "singleton_quantized_linear"
+
+# Where a streamed module has its replaced call (``outcore.modules.hooks``).
+CALL = "_outcore_call"
 
 # Attribute of a module of ``BESIDE`` while it is called.
 WITHIN = "_outcore_within"
@@ -80,6 +88,20 @@ def adapt(model: nn.Module) -> None:
             module.__class__ = _called(kind, tuple(names))
         elif kind.__name__ in WHOLE:
             module.__class__ = _one_piece(kind)
+
+
+def call_singly() -> None:
+    """Makes ``SINGLY`` of a streamed module run within its call, in the modules of models that are imported by now."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_vlm.models.") and vars(module).get(SINGLY) is SINGLE:
+            setattr(module, SINGLY, _single)
+
+
+def _single(linear: nn.Module, x: mx.array) -> mx.array | None:
+    call = linear.__dict__.get(CALL)
+    if call is None or not isinstance(linear, nn.QuantizedLinear) or not supports_quantization(linear) or x.ndim != 3:
+        return cast("mx.array | None", SINGLE(linear, x))
+    return cast("mx.array | None", call(partial(SINGLE, linear), (x,), {}))
 
 
 def _counterpart(module: nn.Module) -> Any:

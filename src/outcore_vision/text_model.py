@@ -23,7 +23,7 @@ from outcore.errors import UnsupportedModelError
 from outcore.modules.layers import modules, named_modules
 
 from .caches import as_mlx_lm, within
-from .switches import adapt
+from .switches import adapt, call_singly
 
 # Parts that mlx-vlm's loader looks for in a configuration, and those whose classes change weights while loading.
 KINDS = ("text", "vision", "perceiver", "projector", "audio")
@@ -180,6 +180,7 @@ def text_classes(folder: str) -> tuple[type[TextModel], type[Arguments]]:
     if not hasattr(arch, "Model") or not hasattr(arch, "ModelConfig"):
         raise UnsupportedModelError(f"{arch.__name__}: no language model")
     _without_hints()
+    call_singly()
     model = type("Model", (TextModel, arch.Model), {"__module__": arch.Model.__module__, "arch": arch})
     return model, type("Arguments", (Arguments,), {"__module__": __name__, "arch": arch})
 

@@ -45,7 +45,7 @@ class Recorded:
 
     Attributes:
         unit: its number; None: a resident layer whose outputs other ranks need, or a copy of another rank's layer.
-        arrays: everything derived from the unit's weights.
+        arrays: everything derived from the unit's weights; ``weights``: these, until it ends.
         moved: caches that the unit's call changed, with their new arrays.
         arriving, leaving: inputs from other ranks, outputs to other ranks.
         lease: of the unit's slot; None: the pass is only recorded so far, and its slot is taken later.
@@ -57,6 +57,7 @@ class Recorded:
     arriving: list[Awaited] = field(default_factory=list)
     leaving: Leaving = field(default_factory=list)
     lease: Lease | None = None
+    weights: list[mx.array] = field(default_factory=list)
 
 
 @dataclass
@@ -194,11 +195,7 @@ class LayerExecutor:
             if self.kv is not None:
                 self._enter(unit, args, kwargs)
             turn = self._begin(unit, args, kwargs)
-            try:
-                out = original(*args, **kwargs)
-            finally:
-                weights = self._layers.weights
-                put(weights.units[unit].layer.parameters, weights.absent[unit])
+            out = self._run(turn, unit, original, args, kwargs)
             turn.arrays = handles(out, args, kwargs)
             if not self._transport.alone:
                 turn.leaving = self._transport.leaving(self._layers.module(unit), out)
@@ -218,7 +215,7 @@ class LayerExecutor:
             if self._open is None or self._open.unit != unit:
                 self.close_part()
                 self._open = self._begin(unit, args, kwargs)
-            out = original(*args, **kwargs)
+            out = self._run(self._open, unit, original, args, kwargs)
             self._open.arrays += handles(out)
             return out
 
@@ -235,9 +232,8 @@ class LayerExecutor:
                 if (last := self._open) is not None:
                     # The next recorded pass goes on with these caches: listing them here would keep all versions.
                     last.arrays += handles(out) if self.recording is not None else handles(out, args, kwargs)
-                    last.leaving = (
-                        [] if self._transport.alone else self._transport.leaving(self._layers.module(unit), out)
-                    )
+                    if not self._transport.alone:
+                        last.leaving = self._transport.leaving(self._layers.module(unit), out)
                 if self.recording is not None:
                     self.recording.see(args, kwargs)
                 self.close_part()
@@ -251,10 +247,8 @@ class LayerExecutor:
         return call
 
     def abandon(self) -> None:
-        """Ends the open unit after a failure: takes its weights out of the model. Only ``Ring.abandon`` frees slots."""
-        part, self._open, self.recording = self._open, None, None
-        if part is not None and part.unit is not None:
-            self._layers.weights.withdraw(part.unit)
+        """Ends the open unit after a failure. Only ``Ring.abandon`` frees slots."""
+        self._open = self.recording = None
 
     def forget(self) -> None:
         """Waits after a failure until the device has finished, and ignores its errors. Only ``Ring.abandon`` frees
@@ -267,10 +261,10 @@ class LayerExecutor:
     # The work of a unit
 
     def _begin(self, unit: int, args: Any, kwargs: Any) -> Recorded:
-        """Puts views of a unit's slot into the model, perhaps before the weights were read. A recorded pass takes no
-        slot: it computes from the ring's order which slot the unit will have."""
+        """Takes views of a unit's slot as its weights, perhaps before these were read. A recorded pass takes no slot:
+        it computes from the ring's order which slot the unit will have."""
         self.tokens = max(self.tokens, tokens_in(args))
-        ring, weights, layer = self._layers.ring, self._layers.weights, self._layers.units[unit].layer
+        ring, weights = self._layers.ring, self._layers.weights
         if (within := self.recording) is not None:
             turns = sum(r.unit is not None for r in within.units)
             slot = (ring.next_slot + turns) % len(ring.slots)
@@ -279,7 +273,7 @@ class LayerExecutor:
                 within.made[at] = weights.made(unit, slot)
             within.units.append(turn)
             views = weights.views[unit, slot]
-            put(layer.parameters, views if weights.plain[unit] else weights.of(unit, slot, args, within.made[at]))
+            turn.weights = views if weights.plain[unit] else weights.of(unit, slot, args, within.made[at])
             return turn
         if self.pooled and self.experts is not None and self.experts.pending:
             # What follows depends on experts that have to be read first; meanwhile the ring may read, too.
@@ -294,12 +288,20 @@ class LayerExecutor:
             mx.async_eval(args, kwargs)
         if self._evaluates:
             self.arrive(lease)
-        views = weights.views[unit, lease.slot]
-        put(layer.parameters, views if weights.plain[unit] else weights.of(unit, lease.slot, args))
-        return Recorded(unit, [], lease=lease)
+        views = weights.views[unit, lease.slot] if weights.plain[unit] else weights.of(unit, lease.slot, args)
+        return Recorded(unit, [], lease=lease, weights=views)
+
+    def _run(self, turn: Recorded, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a call with its weights in the model; only then, as in a trace: other uses would not be evaluated."""
+        put(self._layers.units[unit].layer.parameters, turn.weights)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._layers.weights.withdraw(unit)
 
     def _end(self, turn: Recorded) -> None:
-        """Hands a unit's finished graph to the device, or records it. Requires that its weights were withdrawn."""
+        """Hands a unit's finished graph to the device, or records it."""
+        turn.weights = []
         if turn.lease is None:
             turn.arrays += [array for _, array in turn.leaving]
             turn.moved = self.moved()
@@ -313,9 +315,7 @@ class LayerExecutor:
 
     def close_part(self) -> None:
         """Hands the open unit's work to the device, so that what is derived from it may be evaluated."""
-        part = self._open
-        if part is not None and part.unit is not None:
-            self._layers.weights.withdraw(part.unit)
+        if (part := self._open) is not None and part.unit is not None:
             self._end(part)
             self._open = None
 
