@@ -114,8 +114,7 @@ def open_lazily(
         )
 
     with random_state_kept():
-        fixed = own_code is not None or MODEL_TYPES in (model_config or {})
-        (model, config), model_config = _by_either(folder, load, model_config, fixed)
+        (model, config), model_config = _by_either(folder, load, model_config, own_code)
         model.__class__ = classes[0]
         parameters = named_parameters(model)
         names = {id(a): _name_on_disk(a, loaded.get(id(a)), checkpoint.tensors) for _, a in parameters}
@@ -142,13 +141,14 @@ def open_lazily(
 
 
 def _by_either(
-    folder: Path, load: Callable[[Any], Any], model_config: dict[str, Any] | None, fixed: bool
+    folder: Path, load: Callable[[Any], Any], model_config: dict[str, Any] | None, own_code: Path | None
 ) -> tuple[Any, dict[str, Any] | None]:
     """Return what ``load`` makes of the configuration, and the latter. A package's library may have written weights of
-    a type that mlx-lm knows by other names: unless it is ``fixed`` who makes the model, packages try after mlx-lm."""
+    a type that mlx-lm knows by other names: unless it is fixed who makes the model, packages try after mlx-lm."""
     try:
         return _wrap(folder, partial(load, model_config)), model_config
     except CheckpointError:
+        fixed = own_code is not None or MODEL_TYPES in (model_config or {})
         for name in [] if fixed else modules("model_types"):
             named = {**(model_config or {}), MODEL_TYPES: name}
             with suppress(OutcoreError):

@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> None:
                 commands.chat.greet()
             if path is not None and kept.resume(path) and args.system_prompt:
                 tell("outcore chat: --system-prompt ignored: the session keeps the one that it began with")
-            commands.add_images(getattr(args, "image", None) or [])
+            if images := getattr(args, "image", None):
+                commands.add_images(images)
             del kept  # it refers to the model, which /model frees
             try:
                 with closing(shared_lines(commands.chat.agreement)) as messages:

@@ -93,8 +93,6 @@ class Commands:
 
     def add_images(self, names: Sequence[str]) -> None:
         """Gives the next message images, after those that it has. Raises ``UsageError`` if one cannot be read."""
-        if not names:
-            return
         named = [*(self.chat.pictures.names if self.chat.pictures else ()), *names]
         self.chat.pictures = open_images(self._args, model_folder(self._args), named)
         self.chat.say(f"for the next message: {counted(len(named), 'image')}")

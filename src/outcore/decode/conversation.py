@@ -17,8 +17,7 @@ from ..errors import CheckpointError, PromptError, UsageError
 from ..text import one_line
 from .prompt import same_tokens
 
-# Makes tokens of a rendered text.
-Encode = Callable[[str], list[int]]
+Encode = Callable[[str], list[int]]  # makes tokens of a rendered text
 
 # Messages that are rendered to find out what a template writes after an answer.
 QUESTION, ANSWER = "question", "the-answer-stands-here"

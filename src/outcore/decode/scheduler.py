@@ -14,6 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -172,13 +173,11 @@ class Scheduler:
             if self._batch is None:
                 self._batch = self._decoder(together=False)
             alone = [self._waiting.popleft().request] if self._waiting else []
-            try:
+            with ExitStack() as stack:
                 for request in alone:
+                    stack.callback(close_media, request)
                     open_media(request, self._model)
                 step.tokens = self._batch.step(alone, self._asked_step or self._session.plan.prefill_step)
-            finally:
-                for request in alone:
-                    close_media(request)
             self._session.metrics.tokens += len(step.tokens)
             return
         # New sequences join when no verified tokens of the last pass are left, and share the next pass.

@@ -129,9 +129,8 @@ class TextDrafts:
         if drafts or session.size.drafted:
             most_s = metrics.stall_s / metrics.sweeps
             saved_s = min(bytes_moved(layers) * byte_s, most_s)
-            pays = (
-                not (drafts or saved_s > 0) or (plain_s - saved_s) * (passes if drafts else 1) > LESS * seconds / tokens
-            )
+            without_s = (plain_s - saved_s) * (passes if drafts else 1)
+            pays = not (drafts or saved_s > 0) or without_s > LESS * seconds / tokens
             if drafts and pays and count:
                 # The same passes without what only the draft knew, and with n-grams' memory alone.
                 saved_s = min(bytes_moved(layers, session.size.drafted) * byte_s, most_s)

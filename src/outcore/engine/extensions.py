@@ -85,9 +85,3 @@ class OnDemand(ExpertFinder, Protocol):
 
 def on_demand() -> OnDemand | None:
     return next((cast(OnDemand, module) for module in modules("on_demand").values()), None)
-
-
-def prefetch_rows(streaming: Streaming, profile: ModelProfile) -> None:
-    """Makes each pass of the model start reading the rows that it will look up before it begins."""
-    for module in modules("row_prefetch").values():
-        module.install(streaming, profile)

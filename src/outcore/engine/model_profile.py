@@ -222,7 +222,7 @@ def _tables(
     for n, table in enumerate(candidates, start=layers):
         multiplied, looked_up = n in trace.order, n in trace.looked_up
         if multiplied or looked_up:
-            where = tuple(w for w in _places(lazy, table, place) if w is not None)
+            where = _places(lazy, table, place)
             casts = tuple(to.target(f"{table.path}.{p.path}", p.array.dtype) for p in table.parameters)
             numbers[n] = layers + len(tables)
             head = multiplied and trace.order.index(n) > behind
@@ -285,15 +285,12 @@ def _model_size(
     )
 
 
-def _places(lazy: LazyModel, table: Layer, place: Place) -> list[TensorInfo | None]:
-    paths = (f"{table.path}.{p.path}" for p in table.parameters)
-    return [lazy.origins.get(path) or place.where.get(path) for path in paths]
-
-
-def _on_disk(lazy: LazyModel, table: Layer, place: Place) -> bool:
-    """Whether all of a table lies on disk row by row, in the form that the model uses."""
-    rows, places = {p.array.shape[0] for p in table.parameters}, _places(lazy, table, place)
-    return len(rows) == 1 and all(info is not None and info.stored is None for info in places)
+def _places(lazy: LazyModel, table: Layer, place: Place) -> tuple[TensorInfo, ...]:
+    """Returns where a table's parameters lie on disk row by row, in the form that the model uses; empty: not all do."""
+    paths = [f"{table.path}.{p.path}" for p in table.parameters]
+    found = [info for path in paths if (info := lazy.origins.get(path) or place.where.get(path)) and not info.stored]
+    whole = len(found) == len(paths) and len({p.array.shape[0] for p in table.parameters}) == 1
+    return tuple(found) if whole else ()
 
 
 def _traced(
@@ -305,7 +302,7 @@ def _traced(
     if not layers:
         return _all_resident(model), [], [], [], ["no layer lists were found: the whole model stays resident"]
     inner = {id(p.module) for layer in layers for p in layer.parameters}
-    tables = [t for t in find_tables(model, layers) if _on_disk(lazy, t, place)]
+    tables = [t for t in find_tables(model, layers) if _places(lazy, t, place)]
     # Small products between layers are not worth a place in the ring.
     largest = max((t.nbytes for t in tables if id(t.module) not in inner), default=0)
     tables = [t for t in tables if t.nbytes * 8 >= largest]

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from .. import packages
 from ..checkpoint.mirrors import Mirrors
 from ..checkpoint.pack import pack_overlay
 from ..checkpoint.positions import longest_context, position_limit
@@ -30,7 +31,7 @@ from ..plan.planner import prefill_steps
 from ..sizes import format_size
 from .binding import ReadSettings
 from .engine import Engine
-from .extensions import kv_offload, on_demand, prefetch_rows
+from .extensions import kv_offload, on_demand
 from .governor import Watch, room
 from .model_profile import ModelProfile
 from .residency import Residency
@@ -229,8 +230,8 @@ class Session(Engine):
     def _join(self, streaming: Streaming, plan: Plan) -> None:
         experts = None if (found := on_demand()) is None else found.experts_for(streaming, self.profile, plan)
         offload = kv_offload()
-        if self.transport.alone:
-            prefetch_rows(streaming, self.profile)
+        for package in packages.modules("row_prefetch").values() if self.transport.alone else ():
+            package.install(streaming, self.profile)
         streaming.join(experts, None if offload is None else offload.offloader(streaming, self, plan))
 
     def _tell_of_lost_folders(self, mirrors: Mirrors | None) -> None:
