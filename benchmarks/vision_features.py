@@ -105,6 +105,13 @@ class Called:
         logits: mx.array = self.language(tokens, cache=cache).logits
         return logits
 
+    def make_cache(self) -> list[Any]:
+        from mlx_vlm.models.cache import make_prompt_cache
+
+        self.begin()
+        found: list[Any] = make_prompt_cache(self.language)
+        return found
+
     def begin(self) -> None:
         """Forgets positions of the text before, as a new process would."""
         for name in ("_position_ids", "_rope_deltas"):

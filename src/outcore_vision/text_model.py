@@ -39,6 +39,10 @@ APART = {
 # Models whose language model cannot make positions itself: it lacks what images would need.
 POSITIONED = (".minicpmo",)
 
+# Models whose language model scales embeddings that it is given, but not those that it looks up itself. mlx-vlm's
+# ``generate`` gives a prompt's and then calls with tokens, so only its prompts are right: mlx-lm scales all.
+GIVEN = (".granite", ".granitemoe", ".minicpm", ".minicpm3")
+
 # Models that ask their last cache for its keys and values: mlx-lm's cache of that kind gives just these.
 ASKED = (".afm7",)
 
@@ -77,6 +81,8 @@ class TextModel(nn.Module):
             (sequences, tokens), told = inputs.shape, self.arch.__name__.endswith(POSITIONED)
             language._position_ids = mx.broadcast_to(mx.arange(tokens), (3, sequences, tokens)) if told else None
             language._rope_deltas = kwargs.pop("rope_deltas", mx.zeros((sequences, 1), mx.int32))
+        if self.arch.__name__.endswith(GIVEN):
+            kwargs["inputs_embeds"] = language.model.embed_tokens(inputs)
         run = super().__call__ if language is self else language
         with within(cache):
             return run(inputs, cache=cache, **kwargs).logits
