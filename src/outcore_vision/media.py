@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from outcore.decode.media import VIRTUAL
+from outcore.decode.media import VIRTUAL, plain
 from outcore.engine.session import Session
 from outcore.errors import PromptError, RequestError
 from outcore.modules.mlx_lm_compat import classes_of
@@ -272,7 +272,7 @@ def _parts(value: Any) -> Iterator[bytes | memoryview]:
 
 
 class Images:
-    """The images of one text; the core's ``Media``. Methods but ``plain`` and ``room`` run in the engine's thread."""
+    """The images of one text; the core's ``Media``. Methods but ``room`` run in the engine's thread."""
 
     def __init__(self, placeholder: int, tokens: Sequence[int], images: Sequence[Image]) -> None:
         self.placeholder, self.shift, self._images = placeholder, 0, tuple(images)
@@ -292,9 +292,6 @@ class Images:
         self._rows: dict[str, mx.array] = {}  # the model's arguments (1, tokens, ...) from ``_held`` on
         self._deep: list[mx.array] = []  # of each layer that is given images, rows of all places from ``_held`` on
         self._positions: mx.array | None = None
-
-    def plain(self, tokens: Sequence[int]) -> list[int]:
-        return [self.placeholder if token >= VIRTUAL else token for token in tokens]
 
     def _needed(self, held: int) -> list[Image]:
         return [image for image, at in zip(self._images, self._places, strict=True) if at[-1] >= held]
@@ -329,7 +326,7 @@ class Images:
     def _open(self, model: nn.Module, held: int, tokens: Sequence[int]) -> None:
         tower, language = tower_of(model), cast(Any, model).language_model
         before = max(0, len(self._tokens) - len(tokens))
-        text = self.plain([*self._tokens[:before], *tokens])
+        text = plain(self, [*self._tokens[:before], *tokens])
         self._ids, self._held = np.array([text], np.int32), held
         ids = mx.array(self._ids)
         if hasattr(language, "get_rope_index"):

@@ -70,11 +70,10 @@ class BatchDecoder:
                     request.cached.recording.save(cache, None, request.cached.tokens)
                 grow_by(cache, session.size.step)
                 joined.append(cache)
-                media, held = request.media, request.cached.tokens
-                prompt = mx.array(list(request.tokens[held:]), dtype=mx.int32)
+                media, begin = request.media, len(request.earlier) + request.cached.tokens
+                prompt = mx.array(list(request.tokens[request.cached.tokens :]), dtype=mx.int32)
                 for part in chunks(len(prompt), chunk)[:-1]:
-                    at = len(request.earlier) + held + part.start
-                    runs.append(functools.partial(self._prompt, prompt[part], cache, media, at))
+                    runs.append(functools.partial(self._prompt, prompt[part], cache, media, begin + part.start))
                 *before, last = request.tokens
                 seen = TokenBuffer(plain(media, [*request.earlier, *before])) if request.processors else None
                 self._rows.append(_Row(request, last, seen))

@@ -1,7 +1,7 @@
 """What a prompt has beside text, such as images: a package reads it, and the core passes on what it makes of it.
 
 In an image's places, token ids are made of its content, so that whatever compares texts by their tokens, such as the
-prefix cache, tells images apart. Where ids are looked up or drafted, ``Media.plain`` has the model's own placeholder.
+prefix cache, tells images apart. Where ids are looked up or drafted, ``plain`` puts the model's own placeholder.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ class Media(Protocol):
     placeholder: int
     shift: int
 
-    def plain(self, tokens: Sequence[int]) -> list[int]:
-        """Returns tokens with the placeholder instead of virtual ids."""
-
     def room(self, model: nn.Module, held: int) -> int:
         """Returns the bytes that they need until the prompt is computed; caches hold its first ``held`` tokens."""
 
@@ -53,4 +50,5 @@ def media_reader(folder: Path, config: Mapping[str, Any], ranks: object = None) 
 
 
 def plain(media: Media | None, tokens: Sequence[int]) -> list[int]:
-    return list(tokens) if media is None else media.plain(tokens)
+    """Returns tokens with the model's own placeholder instead of virtual ids."""
+    return [token if media is None or token < VIRTUAL else media.placeholder for token in tokens]

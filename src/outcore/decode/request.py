@@ -114,6 +114,16 @@ class Request:
     alone: Alone | None = None
     media: Media | None = None
 
+    def open_media(self, model: nn.Module, hold: Callable[[int], None] | None = None) -> None:
+        """Prepares what the passes over the prompt need of its images; ``hold``: as in ``Media.open``."""
+        if self.media is not None:
+            held = max(len(self.earlier) + self.cached.tokens, cached_tokens(self.cache or ()))
+            self.media.open(model, held, self.tokens, hold)
+
+    def close_media(self) -> None:
+        if self.media is not None:
+            self.media.close()
+
 
 @dataclass(frozen=True)
 class Token:
@@ -126,19 +136,6 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
     scores: mx.array | None = None
     drafted: bool = False
-
-
-def open_media(request: Request, model: nn.Module, hold: Callable[[int], None] | None = None) -> None:
-    """Prepares what the passes over a prompt need of its images; ``hold``: as in ``Media.open``."""
-    if request.media is not None:
-        found = request.cached.tokens
-        held = max(len(request.earlier), cached_tokens(request.cache or ()) - found) + found
-        request.media.open(model, held, request.tokens, hold)
-
-
-def close_media(request: Request) -> None:
-    if request.media is not None:
-        request.media.close()
 
 
 def grow_by(caches: Any, step: int) -> None:

@@ -32,7 +32,7 @@ from .batch_decoder import BatchDecoder
 from .prefill import Prefill, Prefills
 from .prefix_cache import block_step
 from .prompt import cached_tokens
-from .request import Request, close_media, open_media, own_cache
+from .request import Request, own_cache
 from .sequence_room import SequenceRoom
 from .speculative_decoder import SpeculativeDecoder
 from .step import ScheduledSequence, StepResult
@@ -114,7 +114,7 @@ class Scheduler:
         self._waiting = deque(row for row in self._waiting if row.request.uid not in gone)
         here = [uid for uid in self._rows if uid in gone]
         for uid in here:
-            close_media(self._rows.pop(uid).request)
+            self._rows.pop(uid).request.close_media()
             self._prefills.pop(uid, None)
         if here and self._batch is not None:
             with self._session.exclusive:
@@ -175,8 +175,8 @@ class Scheduler:
             alone = [self._waiting.popleft().request] if self._waiting else []
             with ExitStack() as stack:
                 for request in alone:
-                    stack.callback(close_media, request)
-                    open_media(request, self._model)
+                    stack.callback(request.close_media)
+                    request.open_media(self._model)
                 step.tokens = self._batch.step(alone, self._asked_step or self._session.plan.prefill_step)
             self._session.metrics.tokens += len(step.tokens)
             return
@@ -300,7 +300,7 @@ class Scheduler:
 
     def _drop(self) -> None:
         for uid in list(self._rows):
-            close_media(self._rows.pop(uid).request)
+            self._rows.pop(uid).request.close_media()
         self._prefills.clear()
         if self._batch is not None:
             with self._session.exclusive:
@@ -329,7 +329,7 @@ class Scheduler:
         for row in admitted:
             request = row.begin(self._session, chunk, whole=apart, finds=not self._planned, records=room.records)
             try:
-                open_media(request, self._model, room.hold)
+                request.open_media(self._model, room.hold)
             except Exception as e:  # fails this sequence only
                 self.remove([row.request.uid])
                 step.failed.append((row.request.uid, e))
@@ -363,7 +363,7 @@ class Scheduler:
                 self._prefills.chunks *= 2
         step.drafts = self._batch.drafts
         for uid in joining:
-            close_media(self._rows[uid].request)
+            self._rows[uid].request.close_media()
         metrics.tokens += len(step.tokens)
         return joining
 

@@ -325,9 +325,6 @@ class RowReader:
 
     Args:
         make: called with ``files`` and settings; returns the reader to use.
-
-    Attributes:
-        ahead: what ``submit`` returned before ``read`` is asked for it, by path, offset and rows.
     """
 
     def __init__(
@@ -335,7 +332,7 @@ class RowReader:
     ) -> None:
         self.metrics = metrics or Metrics()
         self._reader = make(files, io="random", threads=ROW_THREADS)
-        self.ahead: dict[tuple[Any, ...], tuple[ByteRows, Read]] = {}
+        self.ahead: dict[tuple[Any, ...], tuple[ByteRows, Read]] = {}  # from ``submit``, by path, offset and rows
 
     def submit(self, path: Path, offset: int, nbytes: int, rows: Sequence[int], name: str) -> tuple[ByteRows, Read]:
         """Starts reading as ``read`` does. Returns the array, and the read that fills it."""
