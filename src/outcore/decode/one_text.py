@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -150,11 +149,10 @@ class OneText:
     def report(self, tokens: int) -> None:
         self._own.progress(tokens, self.total)
 
-    def prompted(self, logits: mx.array, seconds: float) -> None:
-        """Takes the output of the prompt's last pass; ``seconds``: time spent on the prompt."""
-        began = time.perf_counter()
+    def prompted(self, logits: mx.array, began: float) -> None:
+        """Takes the output of the prompt's last pass; ``began``: when the prompt's first one did."""
         logits = self.runner.prompted(logits, sum(each.tokens for each in self.prompt))
-        self.drafts.prompt_s = seconds + time.perf_counter() - began
+        self.drafts.prompt_s = self.session.metrics.clock() - began
         if self.request.cached.recording is not None:
             self.request.cached.recording.save(self.runner.cache, logits)
         self.now, self.prompt = Computed([logits]), []

@@ -163,9 +163,8 @@ class SpeculativeDecoder:
                 new[0].report(new[0].request.cached.tokens + sum(each.tokens for each in passes[:done]))
 
         rows = run_passes(session, every, wanted, between, prompts=len(passes), context=context)
-        seconds = session.metrics.clock() - began
         for text in new:
-            text.prompted(rows.pop(0), seconds)
+            text.prompted(rows.pop(0), began)
         for text, window, guesses in zip(going, windows, drafted, strict=True):
             text.now = Computed(text.runner.verified(rows[: len(window)]), guesses, verified=True)
             del rows[: len(window)]
