@@ -70,6 +70,10 @@ def folder_of(config: Mapping[str, Any]) -> str | None:
     return folder if own or not theirs else None
 
 
+def installed() -> bool:
+    return _models() is not None
+
+
 def _models() -> Path | None:
     """Returns the folder of mlx-vlm's models without importing it; None: it is not installed."""
     spec = importlib.util.find_spec("mlx_vlm")

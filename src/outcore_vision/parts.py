@@ -27,7 +27,7 @@ from outcore.text import shortened
 
 from .fetch import fetched
 from .formats import PictureError
-from .model_types import NAME, folder_of
+from .model_types import NAME, NEEDS, folder_of, installed
 from .pictures import GIVEN, MOST_BYTES, base64_bytes, data_of_uri, decoded, read_picture
 
 # Bytes that fit into a request in base64. Of one request: pictures, and their pixels when they are decoded. Of all
@@ -221,6 +221,8 @@ class CommandImages:
         reader, taken = media_reader(folder, config, args.ranks), takes(folder, config)
         if reader is None or not taken:
             why = "images are not shared between machines" if args.ranks is not None else TEXT_ONLY
+            if config.get("vision_config") and not installed():
+                why = f"to read images, this model {NEEDS}"
             raise UsageError(f"{shortened(names[0])}: {why}")
         if not args.image and folder_of(config_of(folder)) is None:
             why = "this chat was begun without images, and so mlx-lm reads the model's text only; begin it with --image"

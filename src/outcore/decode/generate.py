@@ -123,7 +123,8 @@ def _stream(
     session.in_cache, media = 0, None
     if images := kwargs.get("images"):
         if session.media is None or kwargs.get("input_embeddings") is not None:
-            raise UsageError(f"images: {TEXT_ONLY if session.media is None else 'not with input_embeddings'}")
+            why = "not with input_embeddings" if session.media else f"{TEXT_ONLY} as loaded; give load(images=True)"
+            raise UsageError(f"images: {why}")
         prompt, media = session.media.prompt(prompt, images, kwargs.get("history", ()))
     tokenizer, ids, max_tokens = _checked(tokenizer, prompt, max_tokens)
     session.bind_again()
