@@ -281,10 +281,10 @@ def test_text_is_held_back_while_a_stop_string_may_begin(stops: list[str], piece
 class Spelled:
     """A template whose tokens are the characters."""
 
-    def opening(self, message: str) -> list[int]:
+    def opening(self, message: str, encode: object = None) -> list[int]:
         return [ord(c) for c in f"<{message}>"]
 
-    def following(self, message: str, last: int) -> list[int]:
+    def following(self, message: str, last: int, encode: object = None) -> list[int]:
         return [ord(c) for c in f"/<{message}>"]
 
     def encode(self, text: str) -> list[int]:
