@@ -96,11 +96,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The page's tests come first: in a process that has run thousands of others its server was once not reachable."""
-    items.sort(key=lambda item: item.path.stem != "test_web_page")
-
-
 well: set[tuple[int, str]] = set()
 """Disks that were read right, and how."""
 

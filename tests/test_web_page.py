@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import re
+import signal
 import struct
 import threading
 import time
@@ -198,6 +199,23 @@ def page(shared: Page) -> Iterator[Page]:
     yield shared
     violations, shared.tab.violations = shared.tab.violations, []
     assert violations == [] and not shared.run("window.ran"), "something ran, or wanted to"
+
+
+def test_a_server_runs_in_any_thread_of_a_process_that_ignores_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    site, failed = Site(cast(Any, Scripted()), all_apis()), list[BaseException]()
+
+    def run() -> None:
+        try:
+            with Server(application(site, None), site, 1.0, lambda: None).capture_signals():
+                pass
+        except BaseException as e:
+            failed.append(e)
+
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not failed
 
 
 def test_an_answer_is_markdown_its_figures_are_reported_and_a_reload_keeps_it(page: Page) -> None:

@@ -155,7 +155,8 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, but signals that were ignored stay ignored."""
-        handled = (signal.SIGINT, signal.SIGTERM)
+        main = threading.current_thread() is threading.main_thread()  # as uvicorn: others cannot set any
+        handled = (signal.SIGINT, signal.SIGTERM) if main else ()
         ignored = [s for s in handled if signal.getsignal(s) is signal.SIG_IGN]
         with super().capture_signals():
             for number in ignored:
