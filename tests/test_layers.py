@@ -19,7 +19,7 @@ import zoo
 from outcore import UsageError
 from outcore.decode.loader import load_model
 from outcore.modules.hooks import absent, arrays_in, put, swap, unswap
-from outcore.modules.layers import find_layers, is_matrix
+from outcore.modules.layers import PIECE, find_layers, is_matrix
 from outcore.modules.trace import trace_pass
 
 
@@ -399,3 +399,30 @@ def test_a_parts_weights_are_in_the_model_during_its_calls_alone(
         monkeypatch.setattr(llama.MLP, "__call__", watched)
         mx.eval(model(mx.array([[1, 2, 3]]), cache=make_prompt_cache(model)))
     assert seen and not any(seen)
+
+
+def test_what_a_parts_cache_keeps_for_later_is_computed_while_its_weights_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepSeek V4's keys that are not compressed yet: no output of the pass depends on them."""
+    own = llama.Attention.__call__
+
+    def keeping(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if cache is not None:
+            cache.later = self.k_proj(x)
+        return own(self, x, mask, cache)
+
+    monkeypatch.setattr(llama.Attention, "__call__", keeping)
+    monkeypatch.setattr(llama.Attention, PIECE, True, raising=False)
+    folder, kept = zoo.save_checkpoint("llama", tmp_path / "m"), list[list[mx.array]]()
+    smallest = outcore.plan_model(str(folder), context=32, prefill_step_size=8).smallest_budget_bytes
+    for memory in (smallest, "1GB"):
+        model, _ = load_model(folder, memory=memory, context=32, prompt=8)
+        with model.outcore as session:
+            assert memory != smallest or any(u.modules for u in session.streaming.layers.units), "layers in parts"
+            cache = make_prompt_cache(model)
+            for tokens in ([1, 2, 3], [4]):
+                mx.eval(model(mx.array([tokens]), cache=cache))
+            kept.append([each.later for each in cache])
+            mx.eval(kept)
+    assert all(mx.array_equal(a, b).item() for a, b in zip(*kept, strict=True))

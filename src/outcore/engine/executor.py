@@ -216,7 +216,7 @@ class LayerExecutor:
                 self.close_part()
                 self._open = self._begin(unit, args, kwargs)
             out = self._run(self._open, unit, original, args, kwargs)
-            self._open.arrays += handles(out)
+            self._open.arrays += handles(out, caches_in(args, kwargs))  # a cache may keep what no output needs yet
             return out
 
         return call
