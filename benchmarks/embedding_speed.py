@@ -95,7 +95,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as place:
         work = Path(place)
-        folder = embed_zoo.save_checkpoint("bert", work / "model", num_hidden_layers=arguments.layers, **WIDE)
+        sizes: dict[str, Any] = {"num_hidden_layers": arguments.layers, **WIDE}
+        folder = embed_zoo.save_checkpoint("bert", work / "model", **sizes)
         file = folder / "model.safetensors"
         nbytes, rate = file.stat().st_size, disk_rate(file)
         third, rows = f"{nbytes // 3}B", list[dict[str, Any]]()

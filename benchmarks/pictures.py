@@ -57,7 +57,8 @@ def work(path: Path) -> None:
     """Prints what reading one file takes."""
     from PIL import GifImagePlugin, JpegImagePlugin, PngImagePlugin, TiffImagePlugin, WebPImagePlugin  # noqa: F401
 
-    from outcore_vision.pictures import PictureError, decoded
+    from outcore_vision.formats import PictureError
+    from outcore_vision.pictures import decoded
 
     Path("/proc/self/clear_refs").write_text("5")
     before = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE

@@ -24,6 +24,7 @@ from unittest.mock import patch
 import mlx.core as mx
 import mlx_lm.utils
 import transformers
+from mlx_lm.generate import stream_generate as their_stream_generate
 
 import _support  # noqa: F401
 import combined_models
@@ -32,7 +33,7 @@ import vision_zoo
 from combined_cases import Case
 from combined_faces import Place
 from combined_models import WEIGHTS, Shelf
-from combined_reference import SEED, How, Reference, Text, their_stream_generate
+from combined_reference import SEED, How, Reference, Text
 from outcore_vision.names import FOLDERS
 from result_file import write_result
 

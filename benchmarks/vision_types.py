@@ -27,7 +27,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -113,7 +113,7 @@ def in_mlx_lm(folder: Path, expected: list[mx.array]) -> str:
         got = [a.astype(expected[0].dtype) for a in _by_sweeps(model, CHUNKS, STEPS)]
         if (why := differs(got, expected)) is None:
             return "equal"
-        worst = max(mx.abs(a - b).max().item() for a, b in zip(got, expected, strict=True))
+        worst = max(cast(float, mx.abs(a - b).max().item()) for a, b in zip(got, expected, strict=True))
         same = all(mx.array_equal(a.argmax(-1), b.argmax(-1)).item() for a, b in zip(got, expected, strict=True))
         return f"{'same' if same else 'other'} tokens, {worst:.2g} apart ({why})"
     except (Exception, SystemExit) as e:
