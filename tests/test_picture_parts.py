@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'outcore[vision]'")
 
-from outcore.errors import UsageError  # noqa: E402
+from outcore.errors import BudgetError, UsageError  # noqa: E402
 from outcore.serve import requests  # noqa: E402
 from outcore.serve.api import Api  # noqa: E402
 from outcore.serve.app import OPENAI  # noqa: E402
 from outcore.serve.events import RequestError  # noqa: E402
 from outcore_apis.apis import ANTHROPIC, OLLAMA, RESPONSES  # noqa: E402
 from outcore_vision import parts  # noqa: E402
+from outcore_vision.media import Images  # noqa: E402
 from outcore_vision.parts import Sent, ready  # noqa: E402
 from translated import asked  # noqa: E402
 
@@ -246,3 +249,26 @@ def test_what_image_flags_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                         ("file:///etc/passwd", "the file's path")):  # fmt: skip
         with pytest.raises(UsageError, match=why):
             parts._opened(source, TAKEN, False)
+
+
+def test_images_without_room_give_none_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another text's images hold 7 bytes meanwhile."""
+
+    @dataclass(frozen=True)
+    class Size:
+        kept: int
+
+    def accommodate(*_: object) -> None:
+        raise BudgetError("no room")
+
+    released: list[Size] = []
+    session = SimpleNamespace(
+        size=Size(7), closed=False, plan=SimpleNamespace(prefill_step=1),
+        residency=SimpleNamespace(accommodate=accommodate, release=released.append),
+    )  # fmt: skip
+    monkeypatch.setattr(Images, "room", lambda *_: 5)
+    images, told = Images(0, [1], []), list[int]()
+    with pytest.raises(BudgetError):
+        images.open(cast(Any, SimpleNamespace(outcore=session)), 0, [1], told.append)
+    images.close()
+    assert not released and not told

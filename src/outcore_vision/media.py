@@ -302,10 +302,10 @@ class Images:
 
     def open(self, model: nn.Module, held: int, tokens: Sequence[int], hold: Callable[[int], None] | None) -> None:
         self.close()
-        self._session, self._room = cast(Any, model).outcore, self.room(model, 0 if hold is None else held)
-        if self._room and hold is not None:
-            self._resize(self._room, hold)
-        self._given = hold
+        self._session, room = cast(Any, model).outcore, self.room(model, 0 if hold is None else held)
+        if room and hold is not None:
+            self._resize(room, hold)
+        self._room, self._given = room, hold  # from here on ``close`` gives it back
         try:
             self._open(model, held, tokens)
         except BaseException:
