@@ -56,7 +56,7 @@ def tokenizer(demo_model: Path) -> Any:
 @pytest.fixture(scope="module")
 def streamed(served: Path) -> Iterator[tuple[nn.Module, Any]]:
     """The tests of what memory holds stand before those that share this one."""
-    model, tokenizer = outcore.load(str(served), memory="60MB", resident=1, context=400, govern=False)
+    model, tokenizer = outcore.load(str(served), memory="60MB", resident=1, context=400, draft="none", govern=False)
     yield model, tokenizer
     model.outcore.close()
 
@@ -297,9 +297,11 @@ def test_an_exception_inside_a_pass_leaves_the_model_usable(streamed: Any) -> No
                 raise KeyboardInterrupt
 
         model.outcore.streaming.after_unit.append(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=4))
-        model.outcore.streaming.after_unit.remove(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=4))
+        finally:
+            model.outcore.streaming.after_unit.remove(interrupt)
         assert ids(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=4)) == whole
 
 
