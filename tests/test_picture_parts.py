@@ -120,6 +120,21 @@ def test_a_model_of_text_refuses_the_picture_by_its_path(form: str) -> None:
     assert failed.value.param == where and failed.value.status == 400
 
 
+def test_a_picture_in_another_message_than_the_users_is_refused_with_where_it_belongs() -> None:
+    said, why = [{"type": "image_url", "image_url": URI}], "is not supported here; put it into a message of the user"
+    for api, path, name in (
+        (OPENAI, "/v1/chat/completions", "messages"),
+        (RESPONSES, "/v1/responses", "input"),
+        (ANTHROPIC, "/v1/messages", "messages"),
+    ):
+        for role in ("system", "assistant"):
+            given = [{"role": "user", "content": "Look:"}, {"role": role, "content": said}]
+            with pytest.raises(RequestError, match=f"image_url {why}"):
+                asked(api, path, {"max_tokens": 1, name: given} if api is ANTHROPIC else {name: given})
+    with pytest.raises(RequestError, match=r"input_audio is not supported here; the models read text,.* image_url"):
+        asked(*chat({"type": "input_audio"}))
+
+
 @pytest.mark.parametrize(
     ("given", "where", "why"),
     [

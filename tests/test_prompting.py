@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import chat_tokenizers
 from outcore.checkpoint.tokenizer import load_tokenizer
+from outcore.decode.media import VIRTUAL
 from outcore.decode.sampling import SAMPLING, OwnSampler
 from outcore.errors import RequestError
 from outcore.serve.choice import request_of
@@ -177,6 +179,16 @@ def test_what_cannot_be_meant_is_refused(
 def test_tokens_without_an_embedding_are_refused(demo: TokenizerWrapper) -> None:
     with pytest.raises(RequestError, match="the model has no token 8000"):
         Prompter(demo, vocabulary=8000).prepare(GenerationRequest(prompt=(7999, 8000)))
+
+
+def test_tokens_beside_images_are_checked_and_those_of_images_are_not(demo: TokenizerWrapper) -> None:
+    ask, tokens = GenerationRequest(messages=({"role": "user", "content": [{"type": "image"}]},)), [7999, VIRTUAL]
+    reader = SimpleNamespace(chat=lambda *_: ("text", tokens, None))
+    prompter = Prompter(demo, vocabulary=8000, reader=lambda: reader)
+    assert prompter.prepare(ask).tokens == tuple(tokens)
+    tokens.append(8000)
+    with pytest.raises(RequestError, match="messages: the model has no token 8000"):
+        prompter.prepare(ask)
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,10 @@ def test_images_that_do_not_fit_the_prompt_or_the_model_are_refused(made: Any) -
         assert answered(model, tokenizer, prompt, iter(pictures))
         with pytest.raises(UsageError, match="not with input_embeddings"):
             list(stream_generate(model, tokenizer, prompt, images=pictures, input_embeddings=mx.zeros((5, 64))))
+        tokens, media = model.outcore.media.prompt(prompt, pictures, ())
+        for wrong in (-1, 288, VIRTUAL - 1):
+            with pytest.raises(PromptError, match=f"has token {wrong}; this model's are 0 to 287"):
+                answered(model, tokenizer, [*tokens, wrong], media._images)
         model.outcore.media = None
         with pytest.raises(UsageError, match="this model reads text only"):
             answered(model, tokenizer, prompt, pictures)

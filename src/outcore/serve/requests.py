@@ -247,10 +247,11 @@ def part_of(part: Any, where: str, texts: Sequence[str] = TEXT, *, opaque: bool 
         if not isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
             raise wrong(f"{where}.text", "a string is needed")
         return text
-    if not opaque or kind not in OPAQUE:
-        what = kind if kind.isidentifier() else "this type"
-        raise wrong(where, f"{what} is not supported here: models read text only ({', '.join(texts)})", UNSUPPORTED)
-    return OPAQUE[kind](part, where)
+    if opaque and kind in OPAQUE:
+        return OPAQUE[kind](part, where)
+    known = f"the models read {', '.join((*texts, *OPAQUE) if opaque else texts)}"
+    why = "put it into a message of the user" if kind in OPAQUE else known
+    raise wrong(where, f"{kind if kind.isidentifier() else 'this type'} is not supported here; {why}", UNSUPPORTED)
 
 
 def joined(parts: Sequence[Any], between: str = "") -> Any:
