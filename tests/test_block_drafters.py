@@ -22,8 +22,8 @@ from outcore.decode import one_text, text_drafts
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.errors import BudgetError, UnsupportedModelError
 from outcore_drafters import dflash
+from outcore_drafters.config import KINDS
 from outcore_drafters.drafter import DraftedModel
-from outcore_drafters.kinds import KINDS
 from stand_ins import TokensOnly
 
 PROMPT = [3 + i % 40 for i in range(37)]

@@ -25,8 +25,8 @@ from drafter_parity import (
     tensors,
     write_checkpoint,
 )
+from outcore_drafters.config import KINDS
 from outcore_drafters.drafter import BlockDrafter, DraftedModel, DraftedText
-from outcore_drafters.kinds import KINDS
 
 
 def drafter_of(name: str) -> BlockDrafter:

@@ -16,8 +16,14 @@ from outcore.machine.small_files import CONFIG_BYTES, parse_json, read_small
 from outcore.text import one_line, shortened
 from outcore_drafts.mtp.layouts import tensors_in
 
+from .dflash import DFlash
+from .dflash2 import DFlash2
 from .drafter import BlockDrafter, Config, DraftedModel
-from .kinds import KINDS
+from .dspark import DSpark
+from .eagle3 import Eagle3
+
+# The kinds that are known. A config is of the first one that claims it.
+KINDS: tuple[type[BlockDrafter], ...] = (Eagle3, DFlash2, DSpark, DFlash)
 
 # What is in the names of drafters' classes and types, also of kinds that are not known here.
 WORDS = ("eagle", "dflash", "dspark", "specul", "medusa", "hydra", "drafter", "draftmodel", "assistant")

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
 from .drafter import MOST_LAYERS, MOST_ROWS, BlockDrafter, Config, DraftedModel, Shapes, Shared
@@ -187,21 +187,10 @@ class Attention(nn.Module):
         return x.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)
 
 
-class Mlp(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(shape.hidden, shape.between, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(shape.between, shape.hidden, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        made: mx.array = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-        return made
-
-
 class Layer(nn.Module):
     def __init__(self, shape: Shape, window: int | None) -> None:
         super().__init__()
-        self.self_attn, self.mlp = Attention(shape, window), Mlp(shape)
+        self.self_attn, self.mlp = Attention(shape, window), MLP(shape.hidden, shape.between)
         self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(shape.hidden, shape.eps) for _ in range(2))
 
     def __call__(self, x: mx.array, rope: Any, cache: Any) -> mx.array:

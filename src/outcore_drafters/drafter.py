@@ -1,4 +1,4 @@
-"""The interface of published drafters. Each kind is a ``BlockDrafter``, listed in ``kinds.KINDS``."""
+"""The interface of published drafters. Each kind is a ``BlockDrafter``, listed in ``config.KINDS``."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
+from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
 from .drafter import MOST_LAYERS, BlockDrafter, Config, DraftedModel, Shapes, Shared
@@ -54,18 +55,6 @@ class Attention(nn.Module):
         return made
 
 
-class Mlp(nn.Module):
-    def __init__(self, inner: Config) -> None:
-        super().__init__()
-        hidden, between = inner["hidden_size"], inner["intermediate_size"]
-        self.gate_proj, self.up_proj = (nn.Linear(hidden, between, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(between, hidden, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        made: mx.array = self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
-        return made
-
-
 class Layer(nn.Module):
     """A decoder layer. The first one reads embeddings, too; its residual is the state before or after ``hidden_norm``
     (``normed_residual``)."""
@@ -77,7 +66,8 @@ class Layer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(hidden, eps) for _ in range(2))
         if first:
             self.hidden_norm = nn.RMSNorm(hidden, eps)
-        self.self_attn, self.mlp = Attention(inner, 2 * hidden if first else hidden), Mlp(inner)
+        self.self_attn = Attention(inner, 2 * hidden if first else hidden)
+        self.mlp = MLP(hidden, inner["intermediate_size"])
 
     def __call__(self, embedded: mx.array, state: mx.array, mask: Any, cache: KVCache) -> mx.array:
         if "hidden_norm" in self:

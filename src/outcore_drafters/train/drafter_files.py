@@ -13,42 +13,22 @@ from .network import Network, Shape
 
 
 def config_of(shape: Shape, model_type: str, layers: int, positions: int, depth: int) -> dict[str, Any]:
-    """Returns the config. Published layer numbers count from the embeddings: the output of layer n is n + 1.
+    """Returns the config.
 
     Args:
         model_type, layers: of the model.
         positions: the model's longest text.
         depth: guesses of a draft.
     """
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": shape.vocabulary,
-        "target_hidden_size": shape.hidden,
-        "tie_word_embeddings": True,
-        "norm_before_fc": True,
-        "norm_before_residual": False,
-        "eagle_aux_hidden_state_layer_ids": [n + 1 for n in shape.tapped],
-        "transformer_layer_config": {
-            "model_type": "llama",
-            "hidden_size": shape.hidden,
-            "intermediate_size": shape.intermediate,
-            "num_hidden_layers": 1,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": shape.head_dim,
-            "rms_norm_eps": shape.eps,
-            "rope_theta": shape.theta,
-            "vocab_size": shape.vocabulary,
-            "max_position_embeddings": positions,
-            "tie_word_embeddings": True,
-        },
+    made = shape.config | {
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depth}],
             "verifier": {"model_type": model_type, "num_hidden_layers": layers},
-        },
+        }
     }
+    made["transformer_layer_config"]["max_position_embeddings"] = positions
+    return made
 
 
 def save(folder: Path, net: Network, config: dict[str, Any], card: str) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..drafter import DraftedModel
+from ..eagle3 import Eagle3
 from .products import Linear, log_sums, matmul
 
 # Numbers of a piece of logits.
@@ -24,7 +26,7 @@ LIKELIEST = 0.4
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a drafter: as in its config. ``tapped``: layers of the model whose output it reads, three."""
+    """Sizes of a drafter. ``tapped``: the three layers of the model whose outputs it reads."""
 
     hidden: int
     heads: int
@@ -33,8 +35,6 @@ class Shape:
     intermediate: int
     vocabulary: int
     tapped: tuple[int, int, int]
-    eps: float = 1e-6
-    theta: float = 10000.0
 
     @property
     def parameters(self) -> int:
@@ -43,51 +43,49 @@ class Shape:
         attention = 2 * self.hidden * (heads + 2 * kv) + heads * self.hidden
         return attention + 3 * self.hidden * self.intermediate + 3 * self.hidden * self.hidden + 7 * self.hidden
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """The part of a published config that says how the drafter is built. Layers are counted from the embeddings
+        there: the output of layer n is n + 1."""
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "draft_vocab_size": self.vocabulary,
+            "target_hidden_size": self.hidden,
+            "tie_word_embeddings": True,
+            "norm_before_fc": True,
+            "norm_before_residual": False,
+            "eagle_aux_hidden_state_layer_ids": [n + 1 for n in self.tapped],
+            "transformer_layer_config": {
+                "model_type": "llama",
+                "hidden_size": self.hidden,
+                "intermediate_size": self.intermediate,
+                "num_hidden_layers": 1,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.kv_heads,
+                "head_dim": self.head_dim,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 10000.0,
+                "vocab_size": self.vocabulary,
+                "tie_word_embeddings": True,
+            },
+        }
 
-class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        inner, heads, kv = 2 * shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj, self.o_proj = Linear(inner, heads), Linear(heads, shape.hidden)
-        self.k_proj, self.v_proj = Linear(inner, kv), Linear(inner, kv)
 
-
-class Mlp(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate_proj = Linear(shape.hidden, shape.intermediate)
-        self.up_proj = Linear(shape.hidden, shape.intermediate)
-        self.down_proj = Linear(shape.intermediate, shape.hidden)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        made: mx.array = self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
-        return made
-
-
-class Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
-            nn.RMSNorm(shape.hidden, shape.eps) for _ in range(3)
-        )
-        self.self_attn, self.mlp = Attention(shape), Mlp(shape)
-
-
-class Network(nn.Module):
-    """The drafter; its parameters have the names of published checkpoints.
+class Network(Eagle3):
+    """The drafter, whose matrices compute as those of ``products.Linear`` do.
 
     Args:
         norm: the weight (hidden,) of the model's final norm, from which the drafter's starts.
     """
 
     def __init__(self, shape: Shape, norm: mx.array) -> None:
-        super().__init__()
+        super().__init__(shape.config, shape.tapped, DraftedModel(shape.hidden, shape.vocabulary), own_head=False)
         self._shape = shape
-        self.input_norm = nn.RMSNorm(3 * shape.hidden, shape.eps)
-        self.fc = Linear(3 * shape.hidden, shape.hidden)
-        self.layers = [Layer(shape)]
-        self.norm = nn.RMSNorm(shape.hidden, shape.eps)
         self.norm.weight = norm
+        for module in self.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = Linear
 
     def guesses(
         self, tokens: mx.array, states: mx.array, table: mx.array, head: mx.array, first: int, depth: int, own: bool
@@ -104,7 +102,7 @@ class Network(nn.Module):
         s, layer = self._shape, self.layers[0]
         texts, length = tokens.shape
         places = length - 1 - first
-        state = self.fc(self.input_norm(states))
+        state = self.joined(states)
         joined, keys, values = self._projected(table[tokens[:, 1:]].astype(state.dtype), state, 1)
         joined, state = joined[:, first:], state[:, first:]
         visible = mx.arange(first, length - 1)[:, None] >= mx.arange(length - 1)[None]
@@ -144,9 +142,8 @@ class Network(nn.Module):
 
     def _heads(self, x: mx.array, heads: int, position: int) -> mx.array:
         split = x.reshape(*x.shape[:2], heads, self._shape.head_dim).swapaxes(1, 2)
-        return mx.fast.rope(
-            split, self._shape.head_dim, traditional=False, base=self._shape.theta, scale=1.0, offset=position
-        )
+        rotated: mx.array = self.layers[0].self_attn.rope(split, offset=position)
+        return rotated
 
 
 def _shifted(tokens: mx.array, by: int, places: int) -> mx.array:
