@@ -64,7 +64,7 @@ def work(path: Path) -> None:
     before = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
     began, found = time.process_time(), dict[str, Any]()
     try:
-        image = decoded(path.read_bytes()).image
+        image = decoded(path.read_bytes())
         found |= {"read": True, "size": list(image.size)}
     except PictureError as e:
         found |= {"read": False, "why": str(e)}

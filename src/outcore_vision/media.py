@@ -233,7 +233,7 @@ def _opened(given: Any) -> Any:
     if not isinstance(given, str | bytes | Path):
         raise PromptError(f"images: give paths, bytes or Pillow's images, not {type(given).__name__}")
     try:
-        return read_picture(given).image
+        return read_picture(given)
     except PictureError as e:
         raise PromptError(f"images: {one_line(e)}") from e
 

@@ -73,7 +73,7 @@ class Sent:
     def picture(self, data: bytes, most_pixels: int) -> Any:
         """Returns Pillow's image of the file. Raises RequestError."""
         with self.named():
-            return decoded(data, min(most_pixels, LOW) if self.low else most_pixels).image
+            return decoded(data, min(most_pixels, LOW) if self.low else most_pixels)
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -246,6 +246,6 @@ def _opened(source: str, taken: Mapping[str, int], remote: bool) -> Any:
         given = sys.stdin.buffer.read(MOST_BYTES + 1) if source == "-" else source
         if isinstance(given, str) and given[:7].lower() == "file://":
             raise PictureError("give the file's path")
-        return read_picture(given, fetched if remote else None, taken["pixels"]).image
+        return read_picture(given, fetched if remote else None, taken["pixels"])
     except PictureError as e:
         raise UsageError(f"{shortened(source)}: {e}") from None

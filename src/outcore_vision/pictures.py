@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import importlib
 import math
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,21 +41,8 @@ NEEDS = "pictures need Pillow: pip install 'outcore[vision]'"
 Fetch = Callable[[str], bytes]
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A picture that a model can be given.
-
-    Attributes:
-        image: Pillow's image, of mode RGB, upright.
-        digest: 64 hexadecimal digits of its size and pixels.
-    """
-
-    image: Image.Image
-    digest: str
-
-
-def read_picture(source: bytes | str | Path, fetch: Fetch | None = None, most_pixels: int = GIVEN) -> Picture:
-    """Reads a picture.
+def read_picture(source: bytes | str | Path, fetch: Fetch | None = None, most_pixels: int = GIVEN) -> Image.Image:
+    """Returns a picture as Pillow's image of mode RGB, upright.
 
     Args:
         source: a file's bytes or path, a ``data:`` URI, or an http(s) address.
@@ -111,8 +96,8 @@ def file_bytes(path: Path) -> bytes:
     return data
 
 
-def decoded(data: bytes, most_pixels: int = GIVEN) -> Picture:
-    """Decodes a file to a picture of at most ``most_pixels``."""
+def decoded(data: bytes, most_pixels: int = GIVEN) -> Image.Image:
+    """Decodes a file to an image of at most ``most_pixels``, of mode RGB and upright."""
     if len(data) > MOST_BYTES:
         raise PictureError(f"larger than {MOST_BYTES} bytes")
     header = header_of(data)
@@ -131,7 +116,7 @@ def decoded(data: bytes, most_pixels: int = GIVEN) -> Picture:
         raise PictureError(f"{header.kind}: not enough memory to decode it") from None
     except Exception as e:  # a damaged file, at which Pillow's code may fail in any way
         raise PictureError(f"{header.kind}: damaged ({shortened(one_line(e), 200)})") from None
-    return Picture(image, _digest(image))
+    return image
 
 
 def _checked(header: Header) -> int:
@@ -216,10 +201,3 @@ def _turn(turned: int) -> Any:
     return (T.FLIP_LEFT_RIGHT, T.ROTATE_180, T.FLIP_TOP_BOTTOM, T.TRANSPOSE, T.ROTATE_270, T.TRANSVERSE, T.ROTATE_90)[
         turned - 2
     ]
-
-
-def _digest(image: Any) -> str:
-    found = hashlib.sha256(f"{image.width}x{image.height}".encode())
-    for top in range(0, image.height, ROWS):
-        found.update(image.crop((0, top, image.width, min(top + ROWS, image.height))).tobytes())
-    return found.hexdigest()
