@@ -40,7 +40,7 @@ def one_run(folder: Path, memory: str, texts: int, words: int, vectors: Path) ->
         began, used = time.perf_counter(), time.process_time()
         found = model.vectors(encoded)
         seconds, used = time.perf_counter() - began, time.process_time() - used
-        session = model.embedder.session
+        session = model.session
         np.save(vectors, np.array(found))
         return {
             "seconds": seconds, "cpu_s": used, "tokens": sum(len(t.ids) for t in encoded),

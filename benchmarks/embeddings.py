@@ -25,7 +25,7 @@ import numpy as np
 import _support  # noqa: F401
 import embed_zoo
 from outcore.options import LoadOptions
-from outcore_embed.embedder import LoadedEmbedder, open_embedder
+from outcore_embed.embedder import Embedder, open_embedder
 from outcore_embed.kinds import CLASSIFIERS, EMBED, RERANK
 from outcore_embed.texts import Encoded, TextReader, passes_of
 from result_file import write_result
@@ -96,7 +96,7 @@ def equal(a: list[Any], b: list[Any]) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def opened(folder: Path, reader: TextReader, texts: list[Encoded], **options: Any) -> LoadedEmbedder:
+def opened(folder: Path, reader: TextReader, texts: list[Encoded], **options: Any) -> Embedder:
     longest = max(len(t.ids) for t in texts)
     return open_embedder(folder, reader, LoadOptions(context=longest, prefill_step_size=max(PASS, longest), **options))
 
@@ -119,10 +119,10 @@ def survey(kind: str, task: str, work: Path) -> dict[str, Any]:
         together = theirs(texts)
         step = "a third resident"
         with opened(folder, reader, texts, memory="8GB", resident=2) as ours:
-            session = ours.embedder.session
-            groups = passes_of([len(t.ids) for t in texts], ours.embedder.pass_tokens, filled=reader.filled)
+            session = ours.session
+            groups = passes_of([len(t.ids) for t in texts], ours.pass_tokens, filled=reader.filled)
             expected = groups_of(theirs, texts, groups)
-            found = ours.embedder.run(texts)
+            found = ours.run(texts)
             row |= {"layers": len(session.size.layers), "streamed": len(session.plan.streamed)}
             row |= {"passes": len(groups), "readings": session.metrics.sweeps, "a_token": found[0].ndim > 1}
             smallest = session.plan.smallest_budget_bytes
@@ -133,11 +133,11 @@ def survey(kind: str, task: str, work: Path) -> dict[str, Any]:
         step = "smallest budget"
         with opened(folder, reader, texts, memory=smallest) as ours:
             at = ours.vectors(texts)
-            if not ours.embedder.session.plan.streamed or farthest(at, found) > 1e-5:
+            if not ours.session.plan.streamed or farthest(at, found) > 1e-5:
                 raise AssertionError(f"by {farthest(at, found)}")
         step = "resident"
         with opened(folder, reader, texts, memory="8GB") as ours:
-            row["resident_equal"] = equal(ours.embedder.run(texts), found)
+            row["resident_equal"] = equal(ours.run(texts), found)
         row["equal"] = True
     except Exception as e:
         row |= {"equal": False, "failed": step, "why": f"{type(e).__name__}: {' '.join(str(e).split())}"[:300]}

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import json
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,15 @@ def test_vectors_are_mlx_vlms_within_a_third_and_within_the_smallest_budget(tmp_
     texts = embed_zoo.texts(12)
     model = load_embedding_model(folder)
     with load(folder, memory="1GB", resident=2, context=64, prefill_step_size=64) as ours:
-        assert len(ours.embedder.session.plan.streamed) == 4
+        assert len(ours.session.plan.streamed) == 4
         encoded = ours.reader.encode(texts)
         found = ours.embed(texts)
-        assert ours.embedder.session.metrics.sweeps == 1
-        least = ours.embedder.session.plan.smallest_budget_bytes
+        assert ours.session.metrics.sweeps == 1
+        least = ours.session.plan.smallest_budget_bytes
     alone = [np.array(model(mx.array([list(e.ids)])).text_embeds)[0] for e in encoded]
     np.testing.assert_array_equal(found, np.stack(alone))
     with load(folder, memory=least, context=64, prefill_step_size=64) as ours:
-        assert ours.embedder.session.plan.streams
+        assert ours.session.plan.streams
         np.testing.assert_array_equal(ours.embed(texts), found)
         # A text longer than planned makes room for itself, or is refused by its length.
         with pytest.raises(BudgetError, match="a text of 402 tokens: "):
@@ -254,9 +255,11 @@ def test_a_server_answers_for_each_kind_and_clients_share_a_reading(tmp_path: Pa
         assert alone["embedding"] == found[2]
         short = await asked(apis.embeddings, model="vectors", input="w1 w2", dimensions=8)
         np.testing.assert_allclose(short["data"][0]["embedding"], rows[0][:8] / np.linalg.norm(rows[0][:8]), rtol=1e-5)
+        gone = weakref.ref(service.engine.loaded.model)
         ranked = await asked(apis.rerank, model="rates", query="w1", documents=["w2", {"text": "w3"}, "w4"], top_n=2)
         scores = [each["relevance_score"] for each in ranked["results"]]
         assert scores == sorted(scores, reverse=True) and len(scores) == 2
+        assert gone() is None, "a model that another one has replaced leaves memory"
         refused = [
             (apis.embeddings, {"model": "rates", "input": "x"}, "rates rates documents and makes no vectors"),
             (apis.rerank, {"model": "vectors", "query": "x", "documents": ["x"]}, "vectors makes vectors and rates no"),

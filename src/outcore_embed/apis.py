@@ -28,7 +28,7 @@ from outcore.serve.requests import Body, Count, read, wrong
 from outcore.serve.service import ModelService
 from outcore.serve.shelf import Offered
 
-from .embedder import Embedder, embedder_of, shortened_to
+from .embedder import Embedder, shortened_to
 from .kinds import EMBED, RERANK, task_of
 from .texts import Encoded, TextReader, readings_of
 
@@ -60,7 +60,6 @@ class JobQueue:
     def __init__(self, service: ModelService, model: Offered, task: str) -> None:
         self._service, self.model = weakref.ref(service), model
         self._jobs, self._lock = list[Job](), threading.Lock()
-        self._embedder: tuple[weakref.ref[Any], Embedder] | None = None
         trusts = service.options.load.trust_remote_code
         self.reader = TextReader(model.folder, task, trust_remote_code=trusts)
 
@@ -112,9 +111,9 @@ class JobQueue:
         service.engine.keep(self.model.name, None)
         assert service.engine.loaded is not None
         model = service.engine.loaded.model
-        if self._embedder is None or self._embedder[0]() is not model:
-            self._embedder = weakref.ref(model), embedder_of(model, self.reader)
-        return self._embedder[1]
+        # With the model, so that nothing else keeps its weights when it is unloaded.
+        embedder: Embedder = model.__dict__.setdefault("outcore_embedder", Embedder(model, self.reader))
+        return embedder
 
 
 _queues: weakref.WeakKeyDictionary[ModelService, dict[Path, JobQueue]] = weakref.WeakKeyDictionary()

@@ -19,7 +19,7 @@ from outcore.errors import UsageError
 from outcore.options import LoadOptions
 from outcore.text import counted
 
-from .embedder import LoadedEmbedder, open_embedder, shortened_to
+from .embedder import Embedder, open_embedder, shortened_to
 from .files import Text, VectorFile, json_line, read_texts
 from .kinds import EMBED, RERANK, task_of
 from .texts import Encoded, TextReader, readings_of
@@ -89,7 +89,7 @@ def _compute(
         o = LoadOptions(**loading_options(args))
         o = replace(o, context=o.context or max(len(t.ids) for t in texts))
         with open_embedder(folder, reader, o, bar) as model:
-            session = watched(model.embedder._model, args)
+            session = watched(model.model, args)
             began, kept = time.perf_counter(), list[Any]()
             try:
                 _readings(args, model, given, texts, output, kept, bar)
@@ -120,7 +120,7 @@ def _compute(
 
 def _readings(
     args: argparse.Namespace,
-    model: LoadedEmbedder,
+    model: Embedder,
     given: Sequence[Text],
     texts: Sequence[Encoded],
     output: VectorFile | None,
@@ -133,10 +133,8 @@ def _readings(
     while done < len(texts):
         bar.count("texts", done, len(texts))
         left = sum(len(t.ids) for t in texts[done:])
-        some = next(readings_of(texts[done:], model.embedder.reading_tokens(left)))
-        found: list[Any] = [
-            float(v[0]) if rates else shortened_to(v, args.dimensions) for v in model.embedder.run(some)
-        ]
+        some = next(readings_of(texts[done:], model.reading_tokens(left)))
+        found: list[Any] = [float(v[0]) if rates else shortened_to(v, args.dimensions) for v in model.run(some)]
         records = [_record(n, given[n]) for n in range(done, done + len(some))]
         if not kept:
             kept.append(1 if rates else found[0].shape[-1])

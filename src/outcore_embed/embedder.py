@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -39,14 +39,13 @@ Vector = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Embedder:
-    """Computes with a loaded model; only the thread that loaded it may call it.
+    """A loaded model with its tokenizer: vectors of texts, or ratings of documents. Only the thread that loaded the
+    model may call it."""
 
-    Args:
-        pad, left, filled: as in ``TextReader``.
-    """
-
-    def __init__(self, model: nn.Module, pad: int, left: bool, filled: bool = True) -> None:
-        self._model, self._pad, self._left, self._filled = model, pad, left, filled
+    def __init__(self, model: nn.Module, reader: TextReader) -> None:
+        if reader.task == RERANK and hasattr(model, "language_model"):
+            model.__dict__["answers"] = reader.answers
+        self.model, self.reader = model, reader
         self.session: Session = model.outcore
         self._mask_rows = int(getattr(model, "mask_rows", 1))
         self._planned: dict[int, int] = {}
@@ -107,7 +106,7 @@ class Embedder:
             if len(parts) == 1:
                 raise
             return [vector for part in parts for vector in self.run(part)]
-        groups = passes_of([len(t.ids) for t in texts], self.pass_tokens, filled=self._filled)
+        groups = passes_of([len(t.ids) for t in texts], self.pass_tokens, filled=self.reader.filled)
         passes = [
             Pass(partial(self._call, *self._arrays([texts[n] for n in group])), len(group) * len(texts[group[-1]].ids))
             for group in groups
@@ -123,7 +122,7 @@ class Embedder:
                 found.update((n, self._own(rows[i], len(texts[n].ids))) for i, n in enumerate(groups[done]))
                 done += 1
 
-        with generating(self._model), mx.stream(generation_stream):
+        with generating(self.model), mx.stream(generation_stream):
             session.before_pass()
             outputs = run_passes(session, passes, range(len(passes)), keep, prompts=len(passes))
             keep(0, outputs[done:])
@@ -132,14 +131,14 @@ class Embedder:
     def _own(self, row: Vector, length: int) -> Vector:
         if row.ndim == 1:
             return row
-        return row[-length:] if self._left else row[:length]
+        return row[-length:] if self.reader.left else row[:length]
 
     def _arrays(self, texts: Sequence[Encoded]) -> tuple[mx.array, mx.array, mx.array | None]:
         width = max(len(t.ids) for t in texts)
-        ids = np.full((len(texts), width), self._pad, np.int64)
+        ids = np.full((len(texts), width), self.reader.pad, np.int64)
         mask, types = np.zeros_like(ids), np.zeros_like(ids)
         for n, text in enumerate(texts):
-            at = slice(width - len(text.ids), width) if self._left else slice(0, len(text.ids))
+            at = slice(width - len(text.ids), width) if self.reader.left else slice(0, len(text.ids))
             ids[n, at], mask[n, at] = text.ids, 1
             if text.types is not None:
                 types[n, at] = text.types
@@ -147,25 +146,14 @@ class Embedder:
         return mx.array(ids), mx.array(mask), told
 
     def _call(self, ids: mx.array, mask: mx.array, types: mx.array | None) -> mx.array:
-        out: mx.array = self._model(ids, mask=mask, types=types)
+        out: mx.array = self.model(ids, mask=mask, types=types)
         return out
 
-
-class LoadedEmbedder:
-    """A model with its tokenizer: vectors of texts, or ratings of documents."""
-
-    def __init__(self, embedder: Embedder, reader: TextReader) -> None:
-        self.embedder, self.reader = embedder, reader
-
-    def vectors(
-        self, encoded: Sequence[Encoded], progress: Callable[[int, int], object] = lambda done, total: None
-    ) -> list[Vector]:
-        found, left = list[Vector](), sum(len(t.ids) for t in encoded)
-        progress(0, len(encoded))
-        for some in readings_of(encoded, self.embedder.reading_tokens(left) if encoded else 1):
-            found += self.embedder.run(some)
-            progress(len(found), len(encoded))
-        return found
+    def vectors(self, texts: Sequence[Encoded]) -> list[Vector]:
+        """Returns what ``run`` does, of any number of texts."""
+        waiting = sum(len(t.ids) for t in texts)
+        readings = readings_of(texts, self.reading_tokens(waiting)) if texts else ()
+        return [vector for some in readings for vector in self.run(some)]
 
     def embed(self, texts: Sequence[str], dimensions: int | None = None) -> Any:
         """Returns float32 vectors, (texts, width); for a model with a vector for each token a list of (tokens, width).
@@ -181,9 +169,9 @@ class LoadedEmbedder:
         return [float(v[0]) for v in self.vectors(self.reader.pairs(query, documents, instruction))]
 
     def close(self) -> None:
-        self.embedder.session.close()
+        self.session.close()
 
-    def __enter__(self) -> LoadedEmbedder:
+    def __enter__(self) -> Embedder:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -208,7 +196,7 @@ def load(
     revision: str | None = None,
     progress: Any = None,
     **options: Any,
-) -> LoadedEmbedder:
+) -> Embedder:
     """Loads an embedding or reranking model so that it runs within a memory budget.
 
     Args:
@@ -226,7 +214,7 @@ def load(
     return open_embedder(folder, reader, LoadOptions(**options), progress)
 
 
-def open_embedder(folder: Path, reader: TextReader, o: LoadOptions, progress: Any = None) -> LoadedEmbedder:
+def open_embedder(folder: Path, reader: TextReader, o: LoadOptions, progress: Any = None) -> Embedder:
     """Loads a model whose tokenizer is open. Raises as ``load``."""
     if not reader.kind:
         what = "rates no documents" if reader.task == RERANK else "makes no vectors"
@@ -234,10 +222,4 @@ def open_embedder(folder: Path, reader: TextReader, o: LoadOptions, progress: An
     named = {**(o.model_config or {}), MODEL_TYPES: NAME, TASK: reader.task}
     o = replace(o, model_config=named, draft="none", prefix_cache="off")  # the rest as ``model_types.load_options``
     model, _ = load_model(folder, o, progress=progress)
-    return LoadedEmbedder(embedder_of(model, reader), reader)
-
-
-def embedder_of(model: nn.Module, reader: TextReader) -> Embedder:
-    if reader.task == RERANK and hasattr(model, "language_model"):
-        model.__dict__["answers"] = reader.answers
-    return Embedder(model, reader.pad, reader.left, reader.filled)
+    return Embedder(model, reader)

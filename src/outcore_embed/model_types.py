@@ -6,20 +6,18 @@ mlx-vlm is an extra and takes seconds to import, so it is imported only when suc
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
-from outcore.errors import UnsupportedModelError
 from outcore.modules.mlx_lm_compat import MODEL_TYPES
 from outcore.options import LoadOptions
+from outcore_vision.model_types import imported
 
 from .kinds import DENSE, EMBED, FOLDER, RENAMED, TASK, WORDS, kind_of, task_of
-
-NEEDS = "needs mlx-vlm: pip install 'outcore[vision]'"
 
 # This package's name in a model's configuration.
 NAME = "embed"
@@ -41,14 +39,7 @@ def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type] | None:
         return None
     if kind == "lfm2_embedding" and (Path(config.get(FOLDER, "")) / DENSE).is_file():
         kind = "lfm2_colbert"  # as mlx-vlm's loader tells them apart
-    if importlib.util.find_spec("mlx_vlm") is None:
-        raise UnsupportedModelError(f"model type {kind} {NEEDS}")
-    try:
-        from .vector_model import vector_classes
-
-        return vector_classes(kind, task)
-    except (AttributeError, ImportError) as e:  # another version, or not all of it
-        raise UnsupportedModelError(f"model type {kind} {NEEDS} (what is installed fails: {e})") from e
+    return imported(kind, lambda: importlib.import_module("outcore_embed.vector_model").vector_classes(kind, task))
 
 
 def load_options(folder: Path, o: LoadOptions) -> LoadOptions:

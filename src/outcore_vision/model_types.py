@@ -6,7 +6,7 @@ mlx-vlm is an extra and takes seconds to import, so this module imports it only 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,30 +21,33 @@ from outcore.options import LoadOptions
 
 from .names import FOLDERS, RENAMED
 
+Classes = tuple[type[nn.Module], type]
+
 # The package's name at ``MODEL_TYPES``.
 NAME = "vision"
 
 NEEDS = "needs mlx-vlm: pip install 'outcore[vision]'"
 
 
-def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type] | None:
+def classes_of(config: dict[str, Any]) -> Classes | None:
     """Returns the classes of a model and of its arguments; None: mlx-vlm has no model of this type either.
 
     Raises:
         UnsupportedModelError: mlx-vlm has one, but is not installed or cannot be imported.
     """
     kind = str(config.get("model_type", "")).lower()
-    folder, models = RENAMED.get(kind, kind), _models()
-    if models is None:
-        if folder in FOLDERS or kind in RENAMED:
-            raise UnsupportedModelError(f"model type {kind} {NEEDS}")
+    folder = RENAMED.get(kind, kind)
+    if not _has(folder) and (installed() or (folder not in FOLDERS and kind not in RENAMED)):
         return None
-    if not folder.isidentifier() or not (models / folder / "__init__.py").exists():
-        return None
-    try:
-        from .text_model import text_classes
+    return imported(kind, lambda: importlib.import_module("outcore_vision.text_model").text_classes(folder))
 
-        return text_classes(folder)
+
+def imported(kind: str, make: Callable[[], Classes]) -> Classes:
+    """Returns what ``make`` imports from mlx-vlm, for models of type ``kind``. Raises as ``classes_of``."""
+    if not installed():
+        raise UnsupportedModelError(f"model type {kind} {NEEDS}")
+    try:
+        return make()
     except (AttributeError, ImportError) as e:  # another version, or not all of it
         raise UnsupportedModelError(f"model type {kind} {NEEDS} (what is installed fails: {e})") from e
 
@@ -61,9 +64,8 @@ def load_options(folder: Path, o: LoadOptions) -> LoadOptions:
 
 def folder_of(config: Mapping[str, Any]) -> str | None:
     """Returns mlx-vlm's folder of a model that is made by this package, without importing it; None: it is not."""
-    kind, models = str(config.get("model_type", "")).lower(), _models()
-    folder = RENAMED.get(kind, kind)
-    if models is None or not folder.isidentifier() or not (models / folder / "__init__.py").exists():
+    kind = str(config.get("model_type", "")).lower()
+    if not _has(folder := RENAMED.get(kind, kind)):
         return None
     own = config.get(MODEL_TYPES) is not None
     theirs = importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}") is not None
@@ -72,6 +74,11 @@ def folder_of(config: Mapping[str, Any]) -> str | None:
 
 def installed() -> bool:
     return _models() is not None
+
+
+def _has(folder: str) -> bool:
+    models = _models()
+    return models is not None and folder.isidentifier() and (models / folder / "__init__.py").exists()
 
 
 def _models() -> Path | None:
