@@ -12,7 +12,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 import zoo
-from outcore import CheckpointError, load_model
+from outcore import CheckpointError, UnsupportedModelError, load_model
 from outcore.checkpoint import lazy_model
 from outcore.modules import mlx_lm_compat
 
@@ -62,19 +62,31 @@ def test_what_neither_opens_is_told_as_mlx_lm_tells_it(tmp_path: Path, other_lib
         logits(folder)
 
 
-def made(kind: str) -> Any:
+def made(kind: str, **more: Any) -> Any:
     pytest.importorskip("mlx_vlm", reason="needs the extra vision", exc_type=ImportError)
     import vision_zoo
     from outcore_vision.text_model import text_classes
 
     model, arguments = text_classes(kind)
-    return model(arguments.from_dict(vision_zoo.config_of(kind)))
+    return model(arguments.from_dict(vision_zoo.config_of(kind) | more))
 
 
 def test_max_kv_size_bounds_models_without_caches_of_their_own() -> None:
     assert [type(c) for c in make_prompt_cache(made("llava"), 8)] == [RotatingKVCache] * 4
     assert len(make_prompt_cache(made("molmo"), 8)) == 4  # its class asks for layers where there are none
     assert {type(c) for c in make_prompt_cache(made("lfm2_vl"), 8)}.isdisjoint({RotatingKVCache})
+
+
+def test_decoders_of_encoded_input_are_refused() -> None:
+    """Florence 2 opened, and encoded each token anew; the other one failed in its trace."""
+    layers = {"model_type": "florence2", "d_model": 64, "encoder_layers": 1, "decoder_layers": 1}
+    eyes = {"model_type": "davit", "depths": [1], "dim_embed": [64], "num_heads": [2], "num_groups": [2]}
+    for kind, more in (
+        ("florence2", {"text_config": layers, "vision_config": eyes, "projection_dim": 64}),
+        ("nemotron_parse", {}),
+    ):
+        with pytest.raises(UnsupportedModelError, match=rf"{kind}: needs all of its input encoded"):
+            made(kind, **more)
 
 
 def test_weights_that_keep_their_dtype_are_known_where_mlx_vlms_property_fails() -> None:

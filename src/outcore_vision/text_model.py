@@ -66,6 +66,8 @@ class TextModel(nn.Module):
         super().__init__(arguments.config)
         if not isinstance(getattr(self, "language_model", None), nn.Module):
             raise UnsupportedModelError(f"{self.arch.__name__}: no language model that writes token by token")
+        if "decoder_input_ids" in inspect.signature(type(self.language_model).__call__).parameters:
+            raise UnsupportedModelError(f"{self.arch.__name__}: needs all of its input encoded before it writes")
         self.__dict__[WHOLE] = self.arch.Model(arguments.config), arguments.config
         if hasattr(self.language_model, "_batch_invariant_decode"):
             # It goes through the layers' parts without calling the layers.

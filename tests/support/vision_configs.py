@@ -166,7 +166,12 @@ OWN: dict[str, Config] = {
     "aya_vision": {"tower": "siglip_vision_model", "head_dim": 16, "text_config": {**SLIDING, "head_dim": 16}},
     "cohere2_moe": SLIDING,
     "cohere_compass": {"tower": "cohere_compass_vision", "text_config": {**SLIDING, "without": ["rope_parameters"]}},
-    "clef": {"tower": "qwen3_5", "text_config": QWEN},
+    "clef": {
+        "tower": "qwen3_5",
+        "text_config": QWEN,
+        "head_config": dict.fromkeys(("hidden_size", "width", "feedforward"), 64)
+        | dict.fromkeys(("routing_layers", "layers", "heads"), 1),
+    },
     "colidefics3": {"tower": "idefics3"},
     "colqwen2_5": {"tower": "qwen2_5_vl"},
     "d1": {"tower": "lfm2_vl", "text_config": LFM, **LFM},

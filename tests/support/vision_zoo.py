@@ -34,14 +34,14 @@ NO_TEXT = {
         "sees, and writes no text",
     ),
     **_all(
-        "bert colidefics3 colqwen2_5 embedding_gemma2 gemma3_embedding lfm2_colbert lfm2_embedding lfm2_encoder"
-        " llama_bidirec llama_nemotron_vl_embedding ministral3_embedding modernbert qwen3_embedding"
-        " qwen3_vl_embedding xlm_roberta",
-        "gives vectors",
+        "bert colidefics3 colqwen2_5 embedding_gemma2 gemma3_embedding lfm2_colbert lfm2_embedding llama_bidirec"
+        " llama_nemotron_vl_embedding ministral3_embedding modernbert qwen3_embedding qwen3_vl_embedding xlm_roberta",
+        "gives vectors, which outcore_embed streams",
     ),
-    **_all("clef d1_omni gliner2_5 laya openai_privacy_filter", "gives labels or decisions"),
-    **_all("florence2 nemotron_parse", "a decoder that needs an encoded image"),
+    **_all("d1_omni gliner2_5 laya openai_privacy_filter", "gives labels or decisions"),
+    **_all("florence2 nemotron_parse", "a decoder that needs all of its input encoded before"),
     "diffusion_gemma": "writes by denoising a canvas",
+    "lfm2_encoder": "fills in masked words",
     "nemotron_voicechat": "from speech to speech",
 }
 """Folders of which no text is asked, and why."""
