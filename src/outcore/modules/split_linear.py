@@ -7,6 +7,7 @@ product bit for bit. Modules get another class, as for streaming, so this works 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -22,36 +23,33 @@ SMALLEST = 1 << 18  # Number of weights below which one stream is faster than ha
 ROW_STEP = 64
 
 
-class Rows:
-    """Splits a model's products over streams.
+@functools.cache
+def _stream(number: int) -> Any:
+    """A stream that all models share: MLX never ends its thread, and waits for every stream to clear its cache."""
+    return mx.new_thread_local_stream(mx.cpu)
 
-    Attributes:
-        parts: number of output rows → slices of them, each with its stream; the last has None, the current stream.
-    """
+
+@functools.cache
+def _parts(rows: int, streams: int) -> list[tuple[slice, Any]]:
+    """Slices of output rows, each with its stream; the last has None, the current stream."""
+    bounds = [min(rows, -(-rows * i // streams // ROW_STEP) * ROW_STEP) for i in range(streams)] + [rows]
+    slices = [slice(a, b) for a, b in pairwise(bounds) if b > a]
+    return list(zip(slices, [*map(_stream, range(len(slices) - 1)), None], strict=True))
+
+
+class Rows:
+    """Splits a model's products over streams."""
 
     def __init__(self, streams: int) -> None:
-        self.parts = _Parts([mx.new_thread_local_stream(mx.cpu) for _ in range(streams - 1)])
+        self.streams = streams
 
     def product(self, rows: int, part: Callable[[slice], mx.array], axis: int = -1) -> mx.array:
         """Compute ``part`` for each slice of rows on its own stream, and concatenate the results along ``axis``."""
         found = []
-        for rows_, stream in self.parts[rows]:
+        for rows_, stream in _parts(rows, self.streams):
             with mx.stream(stream) if stream is not None else contextlib.nullcontext():
                 found.append(part(rows_))
         return mx.concatenate(found, axis=axis)
-
-
-class _Parts(dict[int, list[tuple[slice, Any]]]):
-    def __init__(self, streams: list[Any]) -> None:
-        super().__init__()
-        self._streams = streams
-
-    def __missing__(self, rows: int) -> list[tuple[slice, Any]]:
-        n = len(self._streams) + 1
-        bounds = [min(rows, -(-rows * i // n // ROW_STEP) * ROW_STEP) for i in range(n)] + [rows]
-        slices = [slice(a, b) for a, b in pairwise(bounds) if b > a]
-        found = self[rows] = list(zip(slices, [*self._streams[: len(slices) - 1], None], strict=True))
-        return found
 
 
 def _product(module: nn.Module, x: mx.array) -> mx.array:
@@ -59,7 +57,7 @@ def _product(module: nn.Module, x: mx.array) -> mx.array:
     if scales is not None:
         how = {"transpose": True, "group_size": module.group_size, "bits": module.bits, "mode": module.mode}
     found = []
-    for s, stream in module.__dict__["_outcore_rows"].parts[weight.shape[0]]:
+    for s, stream in _parts(weight.shape[0], module.__dict__["_outcore_rows"].streams):
         with mx.stream(stream) if stream is not None else contextlib.nullcontext():
             if scales is not None:
                 zeros = None if biases is None else biases[s]
