@@ -1,6 +1,6 @@
 """mlx-vlm's types, streamed: the logits of a tiny random model of each equal mlx-vlm's own, bit for bit.
 
-    python benchmarks/vision_types.py [FOLDER ...] [--of new|both|all] [--texts] [--dtype float32]
+    python benchmarks/vision_types.py [FOLDER ...] [--of new|both|all] [--texts|--singly] [--dtype float32]
         [--bits 4 --group 32 [--recipe mixed_3_6]] [--json FILE]
 
 For each model folder of mlx-vlm: whether a tiny checkpoint can be made here, and whether its logits (a prompt in two
@@ -11,8 +11,9 @@ smallest budget. mlx-vlm's are computed twice: by its language model, and from e
 tensor names that mlx-lm writes, if mlx-vlm opens it, else mlx-vlm's. mlx-lm opens it, too, and its logits are compared
 with mlx-vlm's; ``vlm_names`` says whether Outcore opens one with mlx-vlm's names without being told so. ``--bits``
 quantizes as ``mlx_vlm.convert`` does, with the model's own choice of modules or with one of mlx-vlm's mixed recipes.
-Each row is written to FILE at once; a run that was ended goes on where it stopped, if the file is of the same commit
-and command.
+Where a layer has matrices by expert, single experts have to be read, whose bytes are counted; ``--singly`` looks at
+nothing else. Each row is written to FILE at once; a run that was ended goes on where it stopped, if the file is of the
+same commit and command.
 """
 
 from __future__ import annotations
@@ -28,22 +29,30 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 import _support  # noqa: F401
 import vision_zoo
 from equality import _by_sweeps, told_apart
 from outcore import load_model
+from outcore.decode.preparation import prepare
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.modules.mlx_lm_compat import MODEL_TYPES
+from outcore.plan.planner import resident_budget
+from outcore_experts import experts
 from outcore_vision.names import FOLDERS
 from outcore_vision.text_model import GIVEN
 from result_file import document_of, write_result
 
 CHUNKS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [1, 2, 3]]
 STEPS = [21, 22, 23]
+
+# Tokens after these, of which the second half is counted.
+COUNTED = [31, 12, 7, 50, 45, 3, 21, 22]
 
 
 def theirs(folder: Path) -> tuple[list[mx.array], str]:
@@ -96,6 +105,66 @@ def ours(folder: Path, wanted: str | None = "vision", **options: Any) -> tuple[l
             out.append(model(mx.array([ids]), cache=cache))
             mx.eval(out[-1], [c.state for c in cache])
         return out, session
+
+
+def stacked(session: Any) -> int:
+    """How many layers have matrices by expert: weights of three dimensions that are no convolution's."""
+    where, convolutions = session.profile.place.where, (nn.Conv1d, nn.Conv2d)
+    return sum(
+        any(len(where[f"{layer.path}.{p.path}"].shape) == 3 and not isinstance(p.module, convolutions) for p in found)
+        for layer in session.profile.layers
+        if (found := [p for p in layer.parameters if f"{layer.path}.{p.path}" in where])
+    )
+
+
+def of_experts(folder: Path, expected: list[mx.array], memory: int, **more: Any) -> dict[str, Any]:
+    """What a model that reads experts one by one reads for a token, in bytes: the units of other weights, and the
+    experts that are missing. Calls are interrupted at their first or second router, and made again.
+
+    Raises:
+        AssertionError: logits differ, or single experts are not read.
+    """
+    model, _ = load_model(
+        folder, draft="none", context=64, prompt=16, model_config={MODEL_TYPES: "vision"}, memory=memory, **more
+    )
+    with model.outcore as session:
+        if not session.plan.pools:
+            raise AssertionError("this budget has no plan for single experts")
+        session.streaming.experts.prefetch = None  # so each miss is one read
+        cache, out, stopped = make_prompt_cache(model), list[mx.array](), 0
+        for n, ids in enumerate([*CHUNKS, *([s] for s in STEPS)]):
+            checks = [None] * (n % min(2, len(session.plan.pools))) + [KeyboardInterrupt, *[None] * 1000]
+            try:
+                with mock.patch.object(experts, "check", mock.Mock(side_effect=checks)):
+                    out.append(model(mx.array([ids]), cache=cache))
+            except KeyboardInterrupt:
+                stopped += 1
+                out.append(model(mx.array([ids]), cache=cache))
+            mx.eval(out[-1], [c.state for c in cache])
+        if (why := differs(out, expected)) is not None:
+            raise AssertionError(why)
+        metrics, sizes = session.metrics, session.size.layers
+        for n, token in enumerate(COUNTED):  # the first still finds what was begun for longer passes
+            if n == len(COUNTED) // 2:
+                metrics.reset()
+            mx.eval(model(mx.array([[token]]), cache=cache))
+        tokens = len(COUNTED) - len(COUNTED) // 2
+        units = session.streaming.layers.units
+        each = max(s.experts.read for s in sizes if s.experts is not None)
+        missed = metrics.experts.read
+        return {
+            "memory": memory, "slots": [n for _, n in session.plan.pools], "interrupts": stopped,
+            "read": metrics.bytes_read // tokens, "trunk": sum(u.unit.slot_bytes for u in units if not u.experts),
+            "missed": missed * each // tokens, "used": metrics.experts.used / tokens, "misses": missed / tokens,
+        }  # fmt: skip
+
+
+def one_by_one(folder: Path, expected: list[mx.array], most: int) -> list[dict[str, Any]]:
+    """Of a budget with room for one expert of each layer, and of one a third of the way to ``most``: see above."""
+    how: dict[str, Any] = {"context": 64, "prompt": 16, "model_config": {MODEL_TYPES: "vision"}, "experts": 1}
+    least = prepare(folder, memory=1, least=True, **how).plan.budget_bytes
+    third = [of_experts(folder, expected, least + (most - least) // 3)] if most > least else []
+    return [of_experts(folder, expected, least, experts=1), *third]
 
 
 def differs(got: list[mx.array], expected: list[mx.array]) -> str | None:
@@ -160,7 +229,9 @@ def shortly(e: BaseException) -> str:
     return f"{type(e).__name__}: {' '.join(str(e).split())}"[:200]
 
 
-def survey(kind: str, work: Path, dtype: str, texts: bool = False, **quantized: Any) -> dict[str, Any]:
+def survey(
+    kind: str, work: Path, dtype: str, texts: bool = False, singly: bool = False, **quantized: Any
+) -> dict[str, Any]:
     """What one type does; ``failed`` names the first step that did not go, ``why`` says how."""
     if kind in vision_zoo.NO_TEXT:
         return {"equal": False, "failed": "no text", "why": vision_zoo.NO_TEXT[kind]}
@@ -184,21 +255,25 @@ def survey(kind: str, work: Path, dtype: str, texts: bool = False, **quantized: 
             "evaluates": session.profile.trace.evaluates, "head": session.plan.head_streamed,
             "caches": sorted({f.kind for f in session.profile.trace.forms}),
             "split": len(session.profile.trace.pieces),
-            "experts": sum(s.experts is not None for s in session.size.layers),
+            "experts": sum(s.experts is not None for s in session.size.layers), "stacked": stacked(session),
         }  # fmt: skip
         step = "streamed"
         if not session.plan.streamed:
             raise AssertionError("; ".join(session.notes))
-        step = "a third resident"
-        if layers // 3 > 1:
-            found, session = ours(folder, memory="8GB", resident=layers // 3, head_resident=False)
+        if not singly:
+            step = "a third resident"
+            if layers // 3 > 1:
+                found, session = ours(folder, memory="8GB", resident=layers // 3, head_resident=False)
+            if (why := differs(found, expected)) is not None:
+                raise AssertionError(why)
+            step = "smallest budget"
+            found, session = ours(folder, memory=smallest)
+            row["pools"] = len(session.plan.pools)
         if (why := differs(found, expected)) is not None:
             raise AssertionError(why)
-        step = "smallest budget"
-        found, session = ours(folder, memory=smallest)
-        row["pools"] = len(session.plan.pools)
-        if (why := differs(found, expected)) is not None:
-            raise AssertionError(why)
+        if row["stacked"]:
+            step = "single experts"
+            row["one_by_one"] = one_by_one(folder, expected, resident_budget(session.size))
         row["equal"] = True
     except Exception as e:
         row |= {"equal": False, "failed": step, "why": f"{type(e).__name__}: {' '.join(str(e).split())}"[:300]}
@@ -254,6 +329,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int)
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--recipe")
+    parser.add_argument("--singly", action="store_true", help="of mixtures: only whether single experts are read")
     parser.add_argument("--texts", action="store_true", help="of types in both: only how the libraries differ")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
@@ -261,11 +337,12 @@ def main() -> None:
     left = arguments.folders or chosen(arguments.of)
     if arguments.work:
         quantize = {"bits": arguments.bits, "group_size": arguments.group} if arguments.bits else None
-        return work(left, arguments.dtype, quantize=quantize, recipe=arguments.recipe, texts=arguments.texts)
+        how = {name: vars(arguments)[name] for name in ("recipe", "texts", "singly")}
+        return work(left, arguments.dtype, quantize=quantize, **how)
     rows = begun(arguments.json)
     left = [kind for kind in left if kind not in rows]
     options = [w for k in ("dtype", "bits", "group", "recipe") if (v := vars(arguments)[k]) for w in (f"--{k}", str(v))]
-    options += ["--texts"] if arguments.texts else []
+    options += [f"--{name}" for name in ("texts", "singly") if vars(arguments)[name]]
     while left:
         command = [sys.executable, __file__, "--work", *options, *left]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:

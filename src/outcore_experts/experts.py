@@ -35,7 +35,7 @@ from .expert_cache import CachedSwitch, ExpertReads, Shared, SwitchUnit, stacked
 from .expert_plan import missing, reads_experts
 from .expert_prefetch import ExpertPrefetch, Routed
 from .expert_windows import Windows
-from .switches import block_of, routers_of
+from .switches import ROUTES, block_of, routers_of
 
 if TYPE_CHECKING:
     from outcore.engine.model_profile import ModelProfile
@@ -209,9 +209,11 @@ class Experts:
             switch.last = [out] if isinstance(out, mx.array) else arrays_in(out)
             return out
 
+        routes = hasattr(type(switch.unit.switch.module), ROUTES)
+
         def once(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            if switch.entered:  # by its own code, for one token after the other
-                return original(*args, **kwargs)
+            if switch.entered or (routes and len(args) + len(kwargs) != 2):
+                return original(*args, **kwargs)  # by its own code, for one token after the other; or it will
             switch.entered = True
             try:
                 combine = getattr(switch.unit.switch.module, COMBINE, None)

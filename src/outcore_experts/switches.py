@@ -11,6 +11,10 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from outcore.modules.layers import Layer, Parameter, Projection, is_matrix, modules, named_modules
 
+# Class attribute of a switch that the model calls otherwise, and that then calls itself with hidden states and indices:
+# it may hold its router.
+ROUTES = "outcore_routes"
+
 
 @dataclass(frozen=True)
 class Switch:
@@ -42,7 +46,8 @@ def find_switch(layer: Layer, pieces: Sequence[Projection]) -> Switch | None:
     if len(found) != 1:
         return None
     (module,) = found
-    inside = {id(m) for m in modules(module)}
+    numbered = {id(m) for m in modules(module) if m is module or _by_expert(m)}
+    inside = numbered if hasattr(type(module), ROUTES) else {id(m) for m in modules(module)}
     streamed = [n for n, p in enumerate(layer.parameters) if id(p.module) in inside]
     matrices = [layer.parameters[n] for n in streamed]
     on_disk = {(id(p.module), p.key) for p in matrices}
@@ -59,16 +64,16 @@ def find_switch(layer: Layer, pieces: Sequence[Projection]) -> Switch | None:
     if not streamed or len(counts) != 1 or covered != set(streamed):
         return None
     (experts,) = counts
-    held = [p for p in here if is_matrix(p.array) or (p.array.shape == (experts,) and _by_expert(p.module))]
+    held = [p for p in here if is_matrix(p.array) or (p.array.shape == (experts,) and id(p.module) in numbered)]
     return Switch(module, experts, tuple(mine), tuple(streamed), tuple(held))
 
 
 def block_of(layer: Layer, switch: Switch) -> nn.Module | None:
-    """Returns the module that contains the router and calls the switch; None if that is the layer itself."""
+    """Returns the module that contains the router and calls the switch, or is it; None if that is the layer itself."""
     for module in modules(layer.module):
         if module is not layer.module and any(m is switch.module for m in module.children().values()):
             return module
-    return None
+    return switch.module if hasattr(type(switch.module), ROUTES) else None
 
 
 def routers_of(layer: Layer, pieces: Sequence[Projection], switch: Switch) -> tuple[int, ...]:

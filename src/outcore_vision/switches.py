@@ -17,6 +17,8 @@ from mlx_vlm.models.quantized_verifier import supports_quantization
 
 from outcore.modules.layers import PIECE, modules
 
+from .mixtures import arrange
+
 # Methods by which other code uses a module's weights beside calling it, by the module's class.
 BESIDE = {"HyperConnection": ("_mix",)}
 
@@ -79,6 +81,7 @@ def _token(x: mx.array, indices: mx.array, i: int) -> tuple[mx.array, mx.array, 
 def adapt(model: nn.Module) -> None:
     """Gives modules classes that the engine knows; attributes and paths stay."""
     for module in modules(model):
+        arrange(module)
         kind: Any = type(module)
         if kind is mlx_vlm_switches.SwitchGLU:
             module.__class__ = SwitchGLU
@@ -105,12 +108,7 @@ def _single(linear: nn.Module, x: mx.array) -> mx.array | None:
 
 
 def _counterpart(module: nn.Module) -> Any:
-    """Returns mlx-lm's class of modules like this one; None: there is none, or it is that already.
-
-    A switch with numbers of its own for each expert has none: an expert's place in memory would choose them.
-    """
-    if not isinstance(module, STACKED) and any(isinstance(value, mx.array) for value in module.values()):
-        return None
+    """Returns mlx-lm's class of modules like this one; None: there is none, or it is that already."""
     for name in ("SwitchGLU", "SwitchMLP", "SwitchLinear", "QuantizedSwitchLinear"):
         if isinstance(module, getattr(mlx_vlm_switches, name)):
             ours = getattr(mlx_lm_switches, name)

@@ -10,7 +10,7 @@ import copy
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -23,17 +23,22 @@ from outcore.errors import UnsupportedModelError
 from outcore.modules.layers import modules, named_modules
 
 from .caches import as_mlx_lm, within
+from .mixtures import renamed
 from .switches import adapt, call_singly
 
 # Parts that mlx-vlm's loader looks for in a configuration, and those whose classes change weights while loading.
 KINDS = ("text", "vision", "perceiver", "projector", "audio")
 CHANGE = {"VisionModel": "vision_config", "LanguageModel": "text_config", "AudioModel": "audio_config"}
 
+# Of ZAYA1's attention and experts, used where images are.
+ADAPTERS = "lora_linear_q", "lora_linear_k", "lora_linear_o", "lora_val_proj1", "lora_val_proj2", "lora_fc1", "lora_fc2"
+
 # How paths of modules end that text does not need, in language models; or in models that are their own language model.
 APART = {
     "ernie4_5_moe_vl": (".mlp.gate_1", ".mlp.switch_mlp_1"),
     "molmo_point": ("vision_model", "connector", "build_vit_embedding", "point_predictor"),
     "phi3_v": ("model.vision_embed_tokens",),
+    "zaya1_vl": tuple(f".{of}" for of in ADAPTERS),
 }
 
 # Models whose language model cannot make positions itself: it lacks what images would need.
@@ -42,6 +47,9 @@ POSITIONED = (".minicpmo",)
 # Models whose language model scales embeddings that it is given, but not those that it looks up itself. mlx-vlm's
 # ``generate`` gives a prompt's and then calls with tokens, so only its prompts are right: mlx-lm scales all.
 GIVEN = (".granite", ".granitemoe", ".minicpm", ".minicpm3")
+
+# How modules of models ask MLX to compute hidden states at once that are computed anyway, and by which function.
+HINTS = {"async_eval": "async_eval", "mx.eval(h)": "eval"}
 
 # Models that ask their last cache for its keys and values: mlx-lm's cache of that kind gives just these.
 ASKED = (".afm7",)
@@ -95,9 +103,9 @@ class TextModel(nn.Module):
         weights = sanitized(self.arch, whole, config, weights)
         return {k: w for k, w in weights.items() if not k.startswith(self.__dict__[GONE])}
 
-    def load_weights(self, *args: Any, **kwargs: Any) -> nn.Module:
+    def load_weights(self, file_or_weights: Any, strict: bool = True) -> nn.Module:
         adapt(self)  # quantizing has replaced modules before
-        return super().load_weights(*args, **kwargs)
+        return super().load_weights(renamed(self, file_or_weights), strict)
 
     @property
     def cast_predicate(self) -> Any:
@@ -165,16 +173,13 @@ class Arguments:
 
 
 class NoHints:
-    """MLX for modules of models, without hints to begin computing: weights may not have been read yet."""
+    """MLX for modules of models, without ``hints`` to compute: weights may not have been read yet."""
 
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
+    def __init__(self, module: ModuleType, hints: Collection[str]) -> None:
+        self._module, self._hints = module, hints
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def async_eval(self, *_: Any) -> None:
-        """Does nothing."""
+        return (lambda *_: None) if name in self._hints else getattr(self._module, name)
 
 
 @cache
@@ -197,8 +202,9 @@ def _without_hints() -> None:
     """Gives ``NoHints`` to the modules of mlx-vlm's models that hint, of those that are imported by now."""
     models = [m for name, m in list(sys.modules.items()) if name.startswith("mlx_vlm.models.")]
     for module in models:
-        if getattr(module, "mx", None) is mx and "async_eval" in inspect.getsource(module):
-            vars(module)["mx"] = NoHints(mx)
+        source = inspect.getsource(module) if getattr(module, "mx", None) is mx else ""
+        if hints := {name for hint, name in HINTS.items() if hint in source}:
+            vars(module)["mx"] = NoHints(mx, hints)
 
 
 def _prune(model: nn.Module, wanted: nn.Module, path: str = "") -> Iterator[str]:
@@ -219,7 +225,7 @@ def _removed(model: nn.Module, ends: tuple[str, ...]) -> Iterator[str]:
     for path, module in named_modules(model):
         for name, child in list(module.items()):
             here = f"{path}.{name}" if path else name
-            if isinstance(child, nn.Module) and here.endswith(ends):
+            if here.endswith(ends) and _modules_in(child):
                 dict.pop(module, name)
                 yield f"{here}."
 

@@ -59,7 +59,7 @@ class Tower:
         from . import text_model
 
         whole, config = model.__dict__[text_model.TOWER]
-        if model.language_model is model:
+        if model.language_model is model or model.arch.__name__.rpartition(".")[2] in text_model.APART:
             raise UnsupportedModelError(f"{model.arch.__name__}: images of this type are not read, its text is")
         self._session: Session = model.outcore
         self._checkpoint = self._session.profile.lazy.checkpoint

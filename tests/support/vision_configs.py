@@ -419,7 +419,7 @@ OWN: dict[str, Config] = {
     },
     "llava": {"tower": "clip_vision_model", "text": "llama", "text_config": {"without": ["head_dim"]}},
     "locateanything": {"tower": "moonvit", "text": "qwen2", "tie_word_embeddings": True},
-    "moondream3": {"num_key_value_heads": 4},
+    "moondream3": {"num_key_value_heads": 4, "text_config": {"moe_start_layer": 1}},
     "step3p7": {
         "text_config": {
             "num_attention_groups": 2,

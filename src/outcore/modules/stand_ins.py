@@ -133,7 +133,7 @@ class StandIns:
         self.calls.setdefault(layer, []).append(piece)
 
     def _routed(self, layer: int, args: Any, kwargs: Any) -> None:
-        self.used[layer] = (kwargs["indices"] if "indices" in kwargs else args[1]).shape[-1]
+        self.used[layer] = (kwargs["indices"] if "indices" in kwargs else args[:2][-1]).shape[-1]
 
 
 def _arrays(values: Iterable[Any]) -> list[mx.array]:
