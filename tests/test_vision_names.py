@@ -9,7 +9,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    BatchKVCache,
+    BatchRotatingKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 import zoo
 from outcore import CheckpointError, UnsupportedModelError, load_model
@@ -112,6 +118,22 @@ def test_mixed_quantization_streams_equal_to_mlx_vlms(tmp_path: Path) -> None:
     quantize = {"bits": 4, "group_size": 32}
     row = vision_types.survey("klear", tmp_path, "float32", quantize=quantize, recipe="mixed_3_6")
     assert row["equal"] and row["streamed"], row
+
+
+def test_caches_that_layers_ask_give_what_they_hold() -> None:
+    """Not the room that mlx-lm's keep for more, which Gemma 3n's last layers attended to."""
+    pytest.importorskip("mlx_vlm", reason="needs the extra vision", exc_type=ImportError)
+    from outcore_vision.caches import within
+
+    caches = [KVCache(), RotatingKVCache(8), BatchKVCache([0]), BatchRotatingKVCache(8, [0])]
+    for cache in caches:
+        cache.update_and_fetch(mx.ones((1, 1, 3, 2)), mx.ones((1, 1, 3, 2)))
+        cache.update_and_fetch(mx.ones((1, 1, 1, 2)), mx.ones((1, 1, 1, 2)))
+    kinds = [type(cache) for cache in caches]
+    with within(caches, asked=True):
+        assert [each.shape[2] for cache in caches for each in cache.state[:2]] == [4] * 8
+        assert all(map(isinstance, caches, kinds))
+    assert [type(cache) for cache in caches] == kinds
 
 
 def test_changes_of_a_recurrent_cache_may_be_counted_while_the_model_runs() -> None:

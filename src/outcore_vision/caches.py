@@ -43,7 +43,6 @@ class Listed(mlx_lm_caches.CacheList, mlx_vlm_caches.CacheList):
 
 
 _WITHIN: dict[type, type] = {mlx_lm_caches.ArraysCache: Recurrent, mlx_lm_caches.CacheList: Listed}
-_BETWEEN = {within: between for between, within in _WITHIN.items()}
 
 
 def as_mlx_lm(made: Any) -> Any:
@@ -67,25 +66,36 @@ def as_mlx_lm(made: Any) -> Any:
 
 
 @cache
+def _asked(kind: Any) -> type | None:
+    """Returns a class of mlx-lm's caches with the state that mlx-vlm's class has: keys and values of what it holds, not
+    of all that it has room for. None: it has no such class."""
+    names = {each.__name__ for each in kind.__mro__ if each.__module__ == mlx_lm_caches.__name__}
+    named = [n for n in ("KVCache", "RotatingKVCache", "BatchKVCache", "BatchRotatingKVCache") if n in names]
+    state = getattr(mlx_vlm_caches, named[0]).state if named else None
+    return type(kind.__name__, (kind,), {"state": state, "__module__": __name__}) if named else None
+
+
+@cache
 def _counted(kind: Any) -> type:
     """Returns a cache class of a model's own as one that counts as mlx-lm's."""
     return type(kind.__name__, (kind, BaseCache), {"__module__": kind.__module__})
 
 
 @contextmanager
-def within(given: Sequence[Any] | None) -> Iterator[None]:
-    """Gives recurrent caches and lists both libraries' classes while the model runs."""
-    swapped, left = list[Any](), list(given or ())
+def within(given: Sequence[Any] | None, asked: bool = False) -> Iterator[None]:
+    """Gives recurrent caches and lists both libraries' classes while the model runs; ``asked``: layers ask caches of
+    others for their state, so those get mlx-vlm's."""
+    swapped, left = list[tuple[Any, type]](), list(given or ())
     try:
         while left:
             each = left.pop()
-            if (to := _WITHIN.get(type(each))) is not None:
-                swapped.append(each)
+            if (to := _WITHIN.get(type(each)) or (_asked(cast(Any, type(each))) if asked else None)) is not None:
+                swapped.append((each, type(each)))
                 each.__class__ = to
                 left += getattr(each, "caches", ())
             elif each is not None:
                 as_mlx_lm(each)  # one that the model's own code has made, as when it splits a batch
         yield
     finally:
-        for each in swapped:
-            each.__class__ = _BETWEEN.get(type(each), type(each))
+        for each, between in swapped:
+            each.__class__ = between

@@ -17,7 +17,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm.models.cache import ConcatenateKVCache
 
 from outcore.errors import UnsupportedModelError
 from outcore.modules.layers import modules, named_modules
@@ -51,8 +50,8 @@ GIVEN = (".granite", ".granitemoe", ".minicpm", ".minicpm3")
 # How modules of models ask MLX to compute hidden states at once that are computed anyway, and by which function.
 HINTS = {"async_eval": "async_eval", "mx.eval(h)": "eval"}
 
-# Models that ask their last cache for its keys and values: mlx-lm's cache of that kind gives just these.
-ASKED = (".afm7",)
+# Models whose layers ask other layers' caches for their keys and values.
+ASKED = (".afm7", ".gemma3n")
 
 # Attributes outside of the module tree: all of the model and its configuration, until its weights are sanitized; and
 # how the names of weights that it does not need begin.
@@ -94,7 +93,7 @@ class TextModel(nn.Module):
         if self.arch.__name__.endswith(GIVEN):
             kwargs["inputs_embeds"] = language.model.embed_tokens(inputs)
         run = super().__call__ if language is self else language
-        with within(cache):
+        with within(cache, self.arch.__name__.endswith(ASKED)):
             return run(inputs, cache=cache, **kwargs).logits
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -129,10 +128,7 @@ class TextModel(nn.Module):
             raise AttributeError("make_cache")
 
         def made() -> list[Any]:
-            caches = make()
-            if self.arch.__name__.endswith(ASKED):
-                caches[-1] = ConcatenateKVCache()
-            return [as_mlx_lm(each) for each in caches]
+            return [as_mlx_lm(each) for each in make()]
 
         return made
 
