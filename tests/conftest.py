@@ -48,7 +48,24 @@ WITH_RANKS = {
 LIMITS = mx.set_memory_limit(2**40), mx.set_cache_limit(2**30)
 mx.set_memory_limit(LIMITS[0])
 mx.set_cache_limit(LIMITS[1])
+limits_set: list[str] = []
+"""Which of MLX's limits somebody has set since they were last looked at, which takes waiting for all streams."""
 
+
+def noted(name: str) -> None:
+    real = getattr(mx, name)
+
+    def set_limit(nbytes: int) -> int:
+        limits_set.append(name)
+        return int(real(nbytes))
+
+    setattr(mx, name, set_limit)
+
+
+noted("set_memory_limit")
+noted("set_cache_limit")
+
+gc.disable()  # until all is imported and collected, as it would be looked at again and again
 vars(mlx_lm.utils)["_load_tokenizer"] = kept_tokenizers.keeping(mlx_lm.utils._load_tokenizer)
 
 
@@ -80,6 +97,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     for file in sorted(here.glob("test_*.py"))[mine]:
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(file.stem)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    yield
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -171,8 +194,9 @@ def no_threads_left() -> Iterator[None]:
     end = time.monotonic() + 30  # a thread that ends itself (the monitor's, when the last model leaves) may be at it
     while _threads() - before and time.monotonic() < end:
         time.sleep(0.01)
-    if not limits.held:
+    if limits_set and not limits.held:
         found = mx.set_memory_limit(LIMITS[0]), mx.set_cache_limit(LIMITS[1])
+        limits_set.clear()
         assert found == LIMITS, "MLX's limits are not what they were"
     left = [t.name for t in _threads() - before]
     assert not left, f"threads left running: {left}"
