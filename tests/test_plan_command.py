@@ -104,6 +104,15 @@ def test_a_plan_says_where_computing_is_the_limit(served: Path, capsys: pytest.C
     assert out.count(" of 6 ") > 4
 
 
+def test_a_named_draft_is_compared_where_everything_is_in_memory_too(
+    served: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known(served, layer_s=0.001)
+    _, record, out, _ = plan(capsys, str(served), "--context", "64", "--draft", "ngram")
+    assert record["streamed_units"] == 0 and [row["draft"] for row in record["drafts"]] == ["none", "ngram"]
+    assert "  none: about" in out and "  ngram: about" in out
+
+
 def test_what_is_printed_and_what_the_json_says(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, record, out, _ = plan(capsys, str(served), "--memory", "8MB", "--context", "64", "--no-calibrate")
     assert status == 0

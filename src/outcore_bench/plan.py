@@ -83,7 +83,7 @@ def _planned(args: argparse.Namespace, folder: Path, where: Device | Disk) -> di
     budget = given_budget(args.memory, of=where.usable_bytes)
     best = prepared.planning.at(budget, calibration).plan
     prepared = replace(prepared, choices=())  # compared for this machine
-    if prepared.draft is not None and prepared.planning.kind != AUTO and best.streams:
+    if prepared.draft is not None and prepared.planning.kind != AUTO:
         plain = prepare(folder, **(options | {"draft": NONE, "draft_bits": None}), least=True)
         prepared = plan.compared(prepared, plain, budget, calibration)
     most = max(budget, where.usable_bytes)

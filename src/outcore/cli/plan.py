@@ -58,7 +58,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
         with ProgressBar() as bar:
             measuring().calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=note)
     prepared = prepare(folder, **options)
-    if prepared.draft is not None and not prepared.choices and prepared.plan.streams:
+    if prepared.draft is not None and not prepared.choices and prepared.plan.predicted:
         plain = prepare(folder, **(options | {"draft": NONE, "draft_bits": None}))
         prepared = compared(prepared, plain, prepared.plan.budget_bytes, prepared.calibration)
     notes += prepared.notes
@@ -100,7 +100,7 @@ def show(
     plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
     rising = _rising(plans, plan)
     best, computing = knee(rising, available), computing_from(plans)
-    row, name = _row(plan, device is not None), name_of(Path(prepared.given))
+    row, name, out = _row(plan, device is not None), name_of(Path(prepared.given)), console()
     low, high = token_range_s(plan) if plan.predicted and device is None else (None, None)
     record = facts(plan) | {
         "model": name,
@@ -130,7 +130,6 @@ def show(
         "computing_limits_from_bytes": computing.budget_bytes if computing else None,
         "notes": list(notes),
     }
-    out = console()
     out.print(_headline(record, plan))
     if quiet:
         return record
