@@ -84,8 +84,9 @@ def test_sigterm_ends_it_well_when_answers_have_ended() -> None:
         assert record["url"] == address and record["requests"] == 1 and record["models"] == ["fake"]
 
 
-def test_no_line_tells_of_a_request_where_quiet_is_asked_for() -> None:
-    with served("--quiet") as (process, address):
+@pytest.mark.parametrize("flags", [("--quiet",), ("--quiet", "--json")])
+def test_no_line_tells_of_a_request_where_quiet_is_asked_for(flags: tuple[str, ...]) -> None:
+    with served(*flags) as (process, address):
         body = {"messages": [{"role": "user", "content": "count"}], "max_tokens": 2}
         assert httpx.post(f"{address}/v1/chat/completions", json=body, trust_env=False).status_code == 200
         process.send_signal(signal.SIGTERM)

@@ -149,10 +149,13 @@ def test_images_that_do_not_fit_the_prompt_or_the_model_are_refused(made: Any) -
             answered(model, tokenizer, prompt, pictures[:1])
         with pytest.raises(PromptError, match="the prompt ends with an image"):
             answered(model, tokenizer, "<|image_pad|>", pictures[:1])
-        for wrong, why in ((pictures[0], "give a list"), ("x.png", "give a list"), ([None, 3], "not NoneType")):
+        for wrong in (pictures[0], "x.png", "", b"x", Path("x"), np.asarray(pictures[0])):
+            with pytest.raises(PromptError, match="give a list"):
+                answered(model, tokenizer, prompt, wrong)
+        for wrong, why in (([None, 3], "not NoneType"), ([np.asarray(pictures[0])] * 2, "not ndarray")):
             with pytest.raises(PromptError, match=why):
                 answered(model, tokenizer, prompt, wrong)
-        assert answered(model, tokenizer, prompt, iter(pictures))
+        assert answered(model, tokenizer, prompt, iter(pictures)) and answered(model, tokenizer, "x", ())
         with pytest.raises(UsageError, match="not with input_embeddings"):
             list(stream_generate(model, tokenizer, prompt, images=pictures, input_embeddings=mx.zeros((5, 64))))
         tokens, media = model.outcore.media.prompt(prompt, pictures, ())

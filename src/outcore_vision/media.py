@@ -7,7 +7,7 @@ planned, before anything is computed. Everything but ``Images`` may be called fr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -131,8 +131,8 @@ class ImageReader:
         Raises:
             PromptError: there are not as many placeholders as pictures, or a picture cannot be read.
         """
-        if isinstance(pictures, str | bytes | Path) or not isinstance(pictures, Iterable):
-            raise PromptError("images: give a list of them")
+        if not isinstance(pictures, list | tuple | Iterator):
+            raise PromptError('images: give a list, such as ["photo.jpg"]')
         pictures = list(pictures)
         if not isinstance(prompt, str):
             if not all(isinstance(each, Image) for each in pictures):

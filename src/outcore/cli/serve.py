@@ -71,8 +71,9 @@ def run(args: argparse.Namespace) -> None:
         models = [card.name for card in service.models()]
 
         def greet() -> None:
-            # The address stands in the first line: the process that started this one may wait for it.
-            print(f"Outcore answers at {address} (Ctrl-C to stop)", flush=True)
+            # The process that started this one may wait for the first line, and its standard output is for the JSON.
+            heard = sys.__stderr__ if args.json and args.quiet else None
+            print(f"Outcore answers at {address} (Ctrl-C to stop)", file=heard, flush=True)
             served = f"{counted(len(models), 'model')}: {shortened(', '.join(models), 200)}"
             print(f"{served}; base URL for OpenAI clients: {address}/v1", flush=True)
 

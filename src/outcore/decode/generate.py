@@ -121,7 +121,7 @@ def _stream(
     model: nn.Module, session: Session, tokenizer: Any, prompt: Any, max_tokens: int, kwargs: dict[str, Any]
 ) -> Generator[GenerationResponse, None, None]:
     session.in_cache, media = 0, None
-    if images := kwargs.get("images"):
+    if not isinstance(images := kwargs.get("images"), list | tuple | None) or images:
         if session.media is None or kwargs.get("input_embeddings") is not None:
             why = "not with input_embeddings" if session.media else f"{TEXT_ONLY} as loaded; give load(images=True)"
             raise UsageError(f"images: {why}")
