@@ -39,6 +39,10 @@ from random_weights import plan_tensors
 from shapes import DRAFTERS, SHAPES, Config, layer_types
 
 
+# Group size and bits of each mode, if others are not asked for, as mlx_lm.convert has them.
+QUANTIZED = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
+
+
 def resize(config: Config, layers: int | None, vocab: int | None, tied: bool | None, dtype: str) -> Config:
     """A copy of `config` with the sizes that the user asked for, our tokenizer's ids and the dtype's name."""
     config = copy.deepcopy(config)
@@ -97,7 +101,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--bits", type=int, help="quantize to this many bits (affine: 2, 3, 4, 5, 6 or 8)")
     parser.add_argument("--group-size", type=int, help="weights that share a scale (default: 64, or what the mode has)")
     parser.add_argument(
-        "--mode", choices=["affine", "mxfp4", "nvfp4", "mxfp8"], help="quantize in this mode (default: affine)"
+        "--mode", choices=list(QUANTIZED), help="quantize in this mode (default: affine)"
     )
     parser.add_argument(
         "--dtype",
@@ -157,7 +161,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(e))
     quantize = None
     if args.bits or args.mode or args.group_size:
-        quantize = {"group_size": args.group_size, "bits": args.bits, "mode": args.mode or "affine"}
+        mode = args.mode or "affine"
+        group_size, bits = QUANTIZED[mode]
+        quantize = {"group_size": args.group_size or group_size, "bits": args.bits or bits, "mode": mode}
     if args.config_only:
         config = DRAFTERS.get(args.shape) or load_shape(args.shape) | ({"quantization": quantize} if quantize else {})
         args.out_dir.mkdir(parents=True)

@@ -194,7 +194,7 @@ def key_of(folder: Path, tmp_path: Path) -> str:
 
 
 def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
-    tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, output = model(tmp_path / "m", demo_model), tmp_path / "ours"
     before = content(tmp_path)
@@ -224,6 +224,8 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
     before = content(tmp_path)
     refused(CheckpointError, "tokenizer cannot be loaded", lambda: convert(folder, output))
     assert main(["convert", str(folder), "-q", "-d"]) == 2
+    assert main(["convert", str(demo_model / "drafter"), "--mlx-path", str(output)]) == 2
+    assert "drafter: a drafter, not a model; --draft-bits quantizes it when it is loaded" in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_at_the_last_file_is_no_bug(

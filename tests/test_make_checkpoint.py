@@ -53,6 +53,14 @@ def file_order(path: Path) -> list[str]:
     return sorted(entries, key=lambda name: entries[name]["data_offsets"])
 
 
+@pytest.mark.parametrize("options", [("--bits", "4"), ("--mode", "mxfp8"), ("--group-size", "32")])
+def test_a_config_alone_says_how_the_weights_would_be_quantized(options: tuple[str, ...], tmp_path: Path) -> None:
+    alone = build(tmp_path / "alone", "llama-tiny", "--config-only", *options)
+    whole = build(tmp_path / "whole", "llama-tiny", *options)
+    said = [json.loads((folder / "config.json").read_text())["quantization"] for folder in (alone, whole)]
+    assert said[0] == said[1]
+
+
 FORMATS = [
     ("llama-tiny", ()),
     ("llama-tiny", ("--dtype", "float32", "--tie")),

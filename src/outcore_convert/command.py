@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from outcore.checkpoint.checkpoint import CONFIG
 from outcore.checkpoint.find_model import local_folder, resolve_model
 from outcore.cli.engine import ProgressBar
 from outcore.cli.flags import text_of
@@ -17,6 +18,7 @@ from outcore.machine.memory import peak_rss
 from outcore.machine.settings import short_names
 from outcore.sizes import format_size
 from outcore.text import counted, printable
+from outcore_drafters.config import config_of, is_drafter
 
 from .convert import convert
 from .recipe import Settings
@@ -32,6 +34,8 @@ def run(args: argparse.Namespace) -> None:
     if not output.name:
         raise UsageError("--output '': give a new folder")
     folder, name = resolve_model(args.model, args.revision), short_names().get(args.model, args.model)
+    if (folder / CONFIG).exists() and is_drafter(config_of(folder)):
+        raise UsageError(f"{printable(str(folder))}: a drafter, not a model; --draft-bits quantizes it when it is loaded")
     settings = Settings(**{each.name: getattr(args, each.name) for each in fields(Settings)})
     hub_name = None if local_folder(name) is not None else name
     with ProgressBar() as bar:

@@ -33,15 +33,15 @@ from .config import config_of, is_drafter
 from .published import trained_values
 from .train import collect, drafter_files, texts
 from .train.network import PIECE, Network, Shape
-from .train.products import fast_quantized
+from .train.products import CODE_BITS, fast_quantized
 from .train.training import DEPTH, TRIED, Progress, Trainer, is_held_out
 from .train.work_folder import WORK, WorkFolder
 
 # Tokens of a piece of text that the model continues.
 PROMPT = 128
 
-# Bits of a drafter's weight when it drafts: 4, and scales and biases of groups of 64.
-BITS = 4.5
+# Bits of a drafter's weight when it drafts, with scales and biases of groups of 64.
+WEIGHT_BITS = CODE_BITS + 2 * 16 / 64
 
 # A drafter's size as a share of the model's bytes, if the user asks for none and the smallest drafter is smaller.
 SHARE = 0.05
@@ -110,7 +110,7 @@ def _save(args: argparse.Namespace, job: Job, progress: Progress, folder: Path, 
     shape = job.shape
     facts = {
         "form": "EAGLE-3, one layer",
-        "size in 4 bits": format_size(round(shape.parameters * BITS / 8)),
+        "size in 4 bits": format_size(round(shape.parameters * WEIGHT_BITS / 8)),
         "tokens a pass, on held-out texts": progress.best,
         "texts": f"{job.shards.count * job.texts} of {PROMPT} + {args.max_tokens} tokens",
         "drawn from, also those held out": format_size(job.input_bytes),
@@ -221,10 +221,10 @@ class Job:
             raise UsageError(f"{self._folder}: a drafter reads three layers; this model has {self.layers}")
         tapped = (last // 5, last * 3 // 5, last)
         self.shape = Shape(hidden, heads, kv_heads, head_dim, 64, vocabulary, tapped)
-        wanted = self._share * open_checkpoint(self._folder).nbytes * 8 / BITS
+        wanted = self._share * open_checkpoint(self._folder).nbytes * 8 / WEIGHT_BITS
         room = max((wanted - self.shape.parameters) / (3 * hidden) + 64, 64 if self._args.share is None else 0)
         if room < 64:
-            least = self.shape.parameters * BITS / 8 / open_checkpoint(self._folder).nbytes
+            least = self.shape.parameters * WEIGHT_BITS / 8 / open_checkpoint(self._folder).nbytes
             raise UsageError(f"--share {self._args.share}: give at least {math.ceil(least * 1000) / 1000}")
         self.shape = dataclasses.replace(self.shape, intermediate=min(int(room) // 64 * 64, 8 * hidden))
         self._ends = sorted({e for e in _ends(self._folder) if e is not None})
@@ -270,7 +270,7 @@ class Job:
     def _price(self) -> str:
         """Returns what the drafter takes, and from how many tokens a pass its bytes are better spent so than on the
         model's weights, of which each pass then reads so many more."""
-        takes = self.shape.parameters * BITS / 8
+        takes = self.shape.parameters * WEIGHT_BITS / 8
         said = f"takes {format_size(round(takes))} in 4 bits"
         if (budget := self._budget()) is None:
             return said

@@ -48,7 +48,7 @@ UNREADABLE = (
     "several parts or pass a layer more than once"
 )
 
-BITS = (2, 3, 4, 6, 8)
+DRAFT_BITS = (2, 3, 4, 6, 8)
 
 
 class Drafters(DraftSource):
@@ -81,7 +81,7 @@ class Drafters(DraftSource):
         if _unfinished(which):
             raise UsageError(f"{called('draft')} {shortened(which)}: not trained to its end; run draft train again")
         o, folder = opening.options, draft_folder(which)
-        if o.draft_bits not in (None, *BITS):
+        if o.draft_bits not in (None, *DRAFT_BITS):
             raise UsageError(f"{called('draft_bits')} {o.draft_bits}: give 2, 3, 4, 6 or 8")
         network = opened(folder, profile, opening, planned=True)
         if o.head_resident is False and network.borrows_head and profile.size.head is not None:

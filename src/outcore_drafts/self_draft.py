@@ -27,13 +27,14 @@ from outcore.errors import StoreSpaceError, UsageError, called
 from outcore.plan.joint_plan import AUTO, Draft
 from outcore.plan.plan import Plan
 from outcore.text import shortened
+from outcore_packs.stored_planes import BITS
 
 from .low_bit_copy import LowBitCopy, load_copy, low_bit_copy, write_copy
 from .nested_layers import Stamp, file_stamps, high_bits_streamed, nested, nested_modules, share_high_bits
 
 SELF = "self"
 
-BITS, DEFAULT_BITS = (2, 3, 4, 5, 6, 8), 3
+DEFAULT_BITS = 3
 
 # Bits that ``--draft auto`` considers.
 WEIGHED = (2, 3, 4)

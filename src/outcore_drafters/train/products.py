@@ -15,8 +15,8 @@ from outcore.machine.device import on_cpu
 
 from ..config import GROUPS
 
-# Bits of a drafter's weights when it drafts.
-BITS = 4
+# Bits of the codes of a drafter's weights when it drafts.
+CODE_BITS = 4
 
 
 def matmul(a: mx.array, b: mx.array) -> mx.array:
@@ -78,7 +78,7 @@ class Linear(nn.Linear):
     def __call__(self, x: mx.array) -> mx.array:
         weight = self.weight
         if (group := next((g for g in GROUPS if weight.shape[-1] % g == 0), None)) is not None:
-            coarse = mx.dequantize(*mx.quantize(weight, group, BITS), group, BITS)
+            coarse = mx.dequantize(*mx.quantize(weight, group, CODE_BITS), group, CODE_BITS)
             weight = weight + mx.stop_gradient(coarse - weight)
         return matmul(x, weight.T)
 
