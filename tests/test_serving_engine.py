@@ -188,6 +188,35 @@ def test_a_model_that_cannot_be_loaded_is_out_of_memory_only_where_memory_is_sho
             assert refused.value.status == told
 
 
+def test_a_client_that_goes_away_while_it_has_a_model_loaded_ends_no_answer(served: Path) -> None:
+    with serving(served) as service:
+
+        async def leaves(works: bool) -> list[Any]:
+            """Leaves while the load waits for its turn, or while it is worked on."""
+            go, at_work = threading.Event(), threading.Event()
+
+            def keep(*_: Any) -> None:
+                at_work.set()
+                go.wait()
+
+            with pytest.MonkeyPatch.context() as patched:
+                if works:
+                    patched.setattr(service.engine, "keep", keep)
+                else:
+                    service.engine.call(go.wait)
+                load = asyncio.create_task(service.load("", None))
+                answer = asyncio.create_task(heard(service, ASK))
+                while service.engine.waiting < 1 or works > at_work.is_set():
+                    await asyncio.sleep(0.001)
+                load.cancel()
+                await asyncio.wait([load])
+                go.set()
+                return await answer
+
+        said = [text_of(asyncio.run(leaves(works))) for works in (True, False)]
+        assert said[0] == said[1] and service.engine.loaded is not None
+
+
 def test_each_answer_has_its_own_drafts(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Scheduler.step
 

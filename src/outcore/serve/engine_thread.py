@@ -101,6 +101,8 @@ class EngineThread:
         future: Future[Any] = Future()
 
         def do() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # its caller is gone
             try:
                 if self._closing:
                     raise shutting_down()
