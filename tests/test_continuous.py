@@ -457,7 +457,7 @@ def test_a_prompt_that_is_computed_in_parts_is_as_alone_and_can_leave_or_be_take
         step(lambda: True)
         cache, held = engine.take_out(4)
         assert held == long[: len(held)] and len(held) % 4 == 0 < len(held) < len(long)
-        engine.add(Request(4, long[len(held) :], 4, cache=cache, earlier=held, given=True))
+        engine.add(Request(4, long[len(held) :], 4, cache=cache, earlier=held))
         step(lambda: len(said[4]) == 4)
         for uid in (0, 1, 3, 4):
             assert_same(said[uid], expected[1 if uid == 4 else uid][: len(said[uid])])

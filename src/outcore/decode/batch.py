@@ -7,6 +7,7 @@ should have similar lengths. No request overtakes another: the next one waits un
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -299,7 +300,8 @@ def answers(
                 while waiting and sequences.running + sequences.waiting < sequences.sequences:
                     request = waiting.popleft()
                     writing[request.uid] = RequestOutput(request, tokenizer)
-                    sequences.add(request)
+                    own = copy.deepcopy(list(request.cache or ())) or None  # the caller keeps its caches
+                    sequences.add(replace(request, cache=own))
                 step = sequences.step()
                 done.sweeps += bool(step.tokens)
                 done.prompt_tokens += sum(len(writing[uid].request.tokens) for uid in step.joined)

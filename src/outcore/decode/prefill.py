@@ -77,7 +77,7 @@ class Prefill:
         if self._runner is None:
             return request
         cached = replace(request.cached, tokens=self.held)
-        return replace(request, cache=self._runner.cache, given=True, cached=cached, begun=False)
+        return replace(request, cache=self._runner.cache, cached=cached, begun=False)
 
     def caches(self) -> tuple[list[Any], int]:
         cache = self._runner.cache if self._runner is not None else list(self._request.cache or ())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -84,8 +83,7 @@ class Request:
         sampler: turns log-probabilities (1, vocabulary) into a token (1,); None: takes the likeliest.
         processors: mlx-lm's logits processors.
         stop: strings that end the answer and are not part of it.
-        cache: caches of the text before the prompt; copied, not changed. None: there is none.
-        given: the caches are used themselves, and taken out of the list ``cache``, instead of copied.
+        cache: caches of the text before the prompt, which are taken out of this list; None: there are none.
         earlier: the tokens of the text before the prompt, for processors, which look at all tokens.
         cached: the part of ``tokens`` that ``cache`` holds.
         begun: ``tokens`` are not a prompt, but the end of an answer that goes on.
@@ -104,7 +102,6 @@ class Request:
     processors: Sequence[Processor] = ()
     stop: tuple[str, ...] = ()
     cache: Sequence[Any] | None = None
-    given: bool = False
     earlier: Sequence[int] = ()
     cached: CachedPrefix = field(default_factory=CachedPrefix)
     begun: bool = False
@@ -145,13 +142,11 @@ def grow_by(caches: Any, step: int) -> None:
 
 
 def own_cache(model: nn.Module, request: Request) -> list[Any]:
-    """Returns the caches that a request is computed in: its own, a copy of them, or new ones."""
+    """Returns the caches that a request is computed in: its own or new ones."""
     if request.cache is None:
         return make_prompt_cache(model)
     if request.alone is not None:
         return cast(list[Any], request.cache)
-    if not request.given:
-        return copy.deepcopy(list(request.cache))
     cache = list(request.cache)
     # A second reference to a cache's arrays makes MLX copy them for every token.
     cast(list[Any], request.cache).clear()

@@ -100,7 +100,7 @@ class Scheduler:
             self._waiting.append(ScheduledSequence(request, list(request.tokens), self._order))
             return
         text = [*request.earlier, *request.tokens]
-        whole = replace(request, tokens=tuple(text), cache=None, given=False, earlier=())
+        whole = replace(request, tokens=tuple(text), cache=None, earlier=())
         row = ScheduledSequence(whole, text, self._order)
         if request.cache is not None:
             row.before = max(0, cached_tokens(request.cache) - len(request.earlier))

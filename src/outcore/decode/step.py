@@ -77,7 +77,6 @@ class ScheduledSequence:
             tokens=self.text[self.held :],
             max_tokens=self.request.max_tokens - self.answered,
             cache=cache,
-            given=True,
             earlier=self.text[: self.held],
             cached=cached,
             begun=cache is not None and (self.answered > 0 or self.request.begun) and not cached.tokens,
