@@ -38,7 +38,6 @@ from outcore.errors import UsageError
 from random_weights import plan_tensors
 from shapes import DRAFTERS, SHAPES, Config, layer_types
 
-
 # Group size and bits of each mode, if others are not asked for, as mlx_lm.convert has them.
 QUANTIZED = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 
@@ -100,9 +99,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder to write; must be empty or not exist")
     parser.add_argument("--bits", type=int, help="quantize to this many bits (affine: 2, 3, 4, 5, 6 or 8)")
     parser.add_argument("--group-size", type=int, help="weights that share a scale (default: 64, or what the mode has)")
-    parser.add_argument(
-        "--mode", choices=list(QUANTIZED), help="quantize in this mode (default: affine)"
-    )
+    parser.add_argument("--mode", choices=list(QUANTIZED), help="quantize in this mode (default: affine)")
     parser.add_argument(
         "--dtype",
         choices=["bfloat16", "float16", "float32"],

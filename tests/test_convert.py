@@ -225,7 +225,7 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
     refused(CheckpointError, "tokenizer cannot be loaded", lambda: convert(folder, output))
     assert main(["convert", str(folder), "-q", "-d"]) == 2
     assert main(["convert", str(demo_model / "drafter"), "--mlx-path", str(output)]) == 2
-    assert "drafter: a drafter, not a model; --draft-bits quantizes it when it is loaded" in capsys.readouterr().err
+    assert "drafter: a drafter, not a model; --draft-bits quantizes it as it loads" in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_at_the_last_file_is_no_bug(

@@ -400,20 +400,44 @@ def test_what_cannot_be_trained_is_refused(
     assert not Path(small[small.index("--output") + 1]).exists()
 
 
-def test_the_smallest_drafter_is_made_where_the_usual_share_is_less(
+def test_a_drafters_size_follows_the_models_width_unless_a_share_is_asked_for(
     model: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And a training of which nothing was kept does not bind the next one to its settings."""
     at = small.index("--share")
     words = [*small[:at], *small[at + 2 :], "--model", str(model)]
-    monkeypatch.setattr(command, "SHARE", 0.001)
+    words.remove("--quiet")
     with monkeypatch.context() as patch:
         patch.setattr(collect, "continue_texts", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert main([*words, "--temp", "0.5"]) == 130
     assert list((tmp_path / "out" / "training").iterdir())
-    assert main(words) == 0, capsys.readouterr().err
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["transformer_layer_config"]["intermediate_size"] == 64
+    assert main(words) == 0
+    sizes = json.loads((tmp_path / "out" / "config.json").read_text())["transformer_layer_config"]
+    assert sizes["intermediate_size"] == max(64, int(sizes["hidden_size"] * 11 / 3) // 64 * 64)
+    assert "of the memory; it pays where several tokens are computed nearly as fast" in capsys.readouterr().err
+
+
+def test_what_a_drafter_takes_and_gains_is_said(
+    model: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command.Job, "pays_from", 1.5)
+    monkeypatch.setattr(collect, "continue_texts", None)
+    monkeypatch.setattr(command.Job, "_collect", lambda *_: None)
+    for tokens, said in ((1.4, "does not pay: 1.40 tokens a pass on held-out texts, and it needs 1.50; train longer"),
+                         (1.6, "1.60 tokens a pass on held-out texts; use it with --draft")):  # fmt: skip
+        monkeypatch.setattr(training.Trainer, "run", lambda self, tokens=tokens: training.Progress(best=tokens))
+        assert main([*small, "--model", str(model), "--output", str(tmp_path / str(tokens))]) == 0
+        assert f"{tokens}: {said}" in capsys.readouterr().out
+
+
+def test_a_drafter_pays_from_what_it_has_each_pass_read_more() -> None:
+    job = command.Job.__new__(command.Job)
+    job.shape, job._model_bytes, job._memory = SHAPE, 1_000_000, 900_000
+    takes = SHAPE.parameters * 4.5 / 8
+    assert job.pays_from == pytest.approx(1.07 * (1 + takes / 100_000))
+    assert job._price() == f"takes {takes / 1000:.2f} KB in 4 bits, {takes / 9000:.1f}% of the memory, and pays from " + (
+        f"{job.pays_from:.2f} tokens a pass"
+    )
 
 
 def test_nothing_to_train_on_lies_where_text_is_held_out() -> None:

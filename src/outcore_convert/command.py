@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError("--output '': give a new folder")
     folder, name = resolve_model(args.model, args.revision), short_names().get(args.model, args.model)
     if (folder / CONFIG).exists() and is_drafter(config_of(folder)):
-        raise UsageError(f"{printable(str(folder))}: a drafter, not a model; --draft-bits quantizes it when it is loaded")
+        raise UsageError(f"{printable(str(folder))}: a drafter, not a model; --draft-bits quantizes it as it loads")
     settings = Settings(**{each.name: getattr(args, each.name) for each in fields(Settings)})
     hub_name = None if local_folder(name) is not None else name
     with ProgressBar() as bar:

@@ -43,8 +43,12 @@ PROMPT = 128
 # Bits of a drafter's weight when it drafts, with scales and biases of groups of 64.
 WEIGHT_BITS = CODE_BITS + 2 * 16 / 64
 
-# A drafter's size as a share of the model's bytes, if the user asks for none and the smallest drafter is smaller.
-SHARE = 0.05
+# A drafter's inner width for the model's width, if the user asks for no size: the least of those that were trained to
+# anything like their end, as 1.1 and 1.9 times the bytes gave no more tokens a pass (dev/log/drafts.md).
+WIDTH = 11 / 3
+
+# A pass that verifies guesses takes so many times a plain one where the disk is the limit (dev/log/drafts.md).
+LONGER = 1.07
 
 # Evaluations of a training at most, after each of which weights are saved.
 SAVES = 20
@@ -99,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
 def check_arguments(args: argparse.Namespace) -> None:
     """Raises ``UsageError`` for numbers that mean nothing, before anything is loaded."""
     real("--minutes", args.minutes, 1e-3, 1e6)
-    real("--share", SHARE if args.share is None else args.share, 0.0, 1.0)
+    real("--share", args.share or 0.0, 0.0, 1.0)
     real("--temp", args.temp or 0.0, 0.0)
     whole("--max-tokens", args.max_tokens, 2)
     whole("--seed", args.seed or 0, 0, 2**32 - 1)
@@ -121,8 +125,11 @@ def _save(args: argparse.Namespace, job: Job, progress: Progress, folder: Path, 
     made |= trained_values(progress.best, TRIED)
     named = [str(path) for path in args.input]
     drafter_files.save(out, job.net, made, drafter_files.card(name_of(folder), named, facts))
-    print(f"{printable(str(out))}: {progress.best:.2f} tokens a pass on held-out texts; use it with --draft {out}")
-    args.result.record = {"folder": str(out), "bytes": job.written, "history": progress.history, **facts}
+    counted, pays = f"{progress.best:.2f} tokens a pass on held-out texts", progress.best >= job.pays_from
+    less = f"does not pay: {counted}, and it needs {job.pays_from:.2f}; train longer or on more text"
+    print(f"{printable(str(out))}: {f'{counted}; use it with --draft {out}' if pays else less}")
+    record = {"folder": str(out), "bytes": job.written, "history": progress.history, "pays_from": job.pays_from}
+    args.result.record = record | facts
 
 
 class Job:
@@ -135,7 +142,6 @@ class Job:
     def __init__(self, args: argparse.Namespace, folder: Path, work: WorkFolder, files: list[Path]) -> None:
         self._args, self._folder, self._work, self._files = args, folder, work, files
         self._seed = 0 if args.seed is None else args.seed
-        self._share = SHARE if args.share is None else args.share
         self.input_bytes = sum(file.stat().st_size for file in files)  # once trained, the texts may be gone
         self.written = 0
         self._collected_s = 0.0  # spent on the files of states that are there
@@ -149,6 +155,7 @@ class Job:
         )  # or there is too little text
         model = self._load()
         try:
+            self._memory = self._budget() or model.outcore.plan.budget_bytes
             self._measure(model)
             rows = self._rows(self._budget())
             self._check()
@@ -220,13 +227,14 @@ class Job:
         if last < 2:
             raise UsageError(f"{self._folder}: a drafter reads three layers; this model has {self.layers}")
         tapped = (last // 5, last * 3 // 5, last)
-        self.shape = Shape(hidden, heads, kv_heads, head_dim, 64, vocabulary, tapped)
-        wanted = self._share * open_checkpoint(self._folder).nbytes * 8 / WEIGHT_BITS
-        room = max((wanted - self.shape.parameters) / (3 * hidden) + 64, 64 if self._args.share is None else 0)
-        if room < 64:
-            least = self.shape.parameters * WEIGHT_BITS / 8 / open_checkpoint(self._folder).nbytes
-            raise UsageError(f"--share {self._args.share}: give at least {math.ceil(least * 1000) / 1000}")
-        self.shape = dataclasses.replace(self.shape, intermediate=min(int(room) // 64 * 64, 8 * hidden))
+        self.shape, share = Shape(hidden, heads, kv_heads, head_dim, 64, vocabulary, tapped), self._args.share
+        self._model_bytes, width = open_checkpoint(self._folder).nbytes, max(64.0, WIDTH * hidden)
+        if share is not None:
+            width = (share * self._model_bytes * 8 / WEIGHT_BITS - self.shape.parameters) / (3 * hidden) + 64
+        if width < 64:
+            least = self.shape.parameters * WEIGHT_BITS / 8 / self._model_bytes
+            raise UsageError(f"--share {share}: give at least {math.ceil(least * 1000) / 1000}")
+        self.shape = dataclasses.replace(self.shape, intermediate=int(min(width, max(64, 8 * hidden))) // 64 * 64)
         self._ends = sorted({e for e in _ends(self._folder) if e is not None})
 
     def _check(self) -> None:
@@ -249,7 +257,7 @@ class Job:
             raise UsageError(f"--disk {args.disk}: give at least {format_size(4 * max(row * self.texts, saved))}")
         self.shards = collect.Shards(self._work.states, int(count))
         self._used = {
-            "model": str(self._folder), "share": self._share, "tokens": args.max_tokens, "temp": args.temp or 0.0,
+            "model": str(self._folder), "share": args.share, "tokens": args.max_tokens, "temp": args.temp or 0.0,
             "seed": self._seed, "texts": self.texts, "disk": args.disk,
             "input": hashlib.sha256("\n".join(f"{f}:{f.stat().st_size}" for f in self._files).encode()).hexdigest(),
         }  # fmt: skip
@@ -267,16 +275,19 @@ class Job:
     def _begin(self) -> None:
         self._work.begin(self._used | {"count": self.shards.count, "seconds": self._collected_s})
 
+    @property
+    def pays_from(self) -> float:
+        """The tokens a pass from which the drafter's bytes are better spent so than on the model's weights, of which
+        each pass then reads so many more."""
+        missing = self._model_bytes - self._memory
+        return LONGER * (1 + self.shape.parameters * WEIGHT_BITS / 8 / missing) if missing > 0 else LONGER
+
     def _price(self) -> str:
-        """Returns what the drafter takes, and from how many tokens a pass its bytes are better spent so than on the
-        model's weights, of which each pass then reads so many more."""
         takes = self.shape.parameters * WEIGHT_BITS / 8
-        said = f"takes {format_size(round(takes))} in 4 bits"
-        if (budget := self._budget()) is None:
-            return said
-        said += f", {takes / budget:.1%} of the memory"
-        missing = open_checkpoint(self._folder).nbytes - budget
-        return said + (f", and pays from {1 + takes / missing:.2f} tokens a pass" if missing > takes else "")
+        said = f"takes {format_size(round(takes))} in 4 bits, {takes / self._memory:.1%} of the memory"
+        if self._memory < self._model_bytes:
+            return f"{said}, and pays from {self.pays_from:.2f} tokens a pass"
+        return f"{said}; it pays where several tokens are computed nearly as fast as one, as the model needs no disk"
 
     def _budget(self) -> int | None:
         memory = self._args.memory

@@ -18,7 +18,8 @@ DRAFT: list[str | Flag] = [
     flag("--minutes", "Longest time of collecting states, and of training after it.", 60.0, metavar="N"),
     flag(
         "--share",
-        "Size of the drafter in 4 bits, as a share of the model's bytes. Default: 0.05, or the least that is possible.",
+        "Size of the drafter in 4 bits, as a share of the model's bytes. Default: the least that drafted as well as "
+        "larger ones, by the model's width.",
         type=float,
         metavar="X",
     ),
