@@ -90,6 +90,8 @@ class Experts:
             swap(each.unit.switch.module, "Pooled", self._call(each))
 
     def bind(self, ring: Ring, units: Sequence[StreamedUnit]) -> None:
+        for switch in self.switches:  # whose weights the new units have withdrawn
+            switch.withdraw()
         self._reads.reader = ring.reader
         if self._placed is not None:
             ring.reader.move = self._placed.move
