@@ -10,7 +10,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,19 +20,21 @@ import mlx_lm.utils
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 import outcore
 import zoo
 from outcore import BudgetError, PromptError, ReadError
 from outcore.decode import text_drafts
 from outcore.decode.batch import answers as batch_answers
+from outcore.decode.batch_decoder import BatchDecoder, _Row
 from outcore.decode.request import Request
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
 from outcore.disk import reader as reader_module
 from outcore.machine.exclusive import Exclusive, held
 from outcore.machine.interrupts import check
+from outcore.modules.cache_check import impossible
 from outcore.modules.cache_rollback import by_offset
 from outcore_compat.mlx_lm import apply_patch
 from stand_ins import Oracle, TokensOnly
@@ -594,3 +597,26 @@ def test_caches_that_are_nested_otherwise_are_refused(folders: Any) -> None:
     model = load(folders("llama"), "none")
     with model.outcore, pytest.raises(outcore.UsageError, match="nested differently"):
         tokens(ours(model, PROMPT, 2, [CacheList(*make_prompt_cache(model))]))
+
+
+def test_caches_whose_values_have_no_width_are_whole() -> None:
+    """Sparse attention of mlx-vlm's types keeps keys alone: a conversation's second text was refused."""
+    cache = KVCache()
+    cache.update_and_fetch(mx.ones((1, 1, 3, 4)), mx.zeros((1, 1, 3, 0)))
+    assert impossible(cache) is None
+    cache.values = None
+    assert impossible(cache) is not None
+
+
+def test_a_row_is_taken_out_of_a_list_with_an_empty_cache() -> None:
+    rows = [CacheList(KVCache(), KVCache()) for _ in range(2)]
+    for n, row in enumerate(rows):
+        row[0].update_and_fetch(mx.full((1, 1, n + 1, 4), n + 1), mx.ones((1, 1, n + 1, 4)))
+    shared = CacheList.merge(rows)
+    made = SimpleNamespace(make_cache=lambda: [CacheList(KVCache(), KVCache())])
+    decoder = BatchDecoder(cast(Any, made), cast(Any, SimpleNamespace(transport=None, streaming=None)))
+    decoder._caches = [shared]
+    decoder._rows = [_Row(Request(n, [1], 2), 1, None) for n in range(2)]
+    ((taken,), held) = decoder.take_out(1)
+    assert held == 0 and taken[0].offset == 2 and mx.array_equal(taken[0].keys, mx.full((1, 1, 2, 4), 2)).item()
+    assert taken[1].keys is None

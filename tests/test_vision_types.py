@@ -106,3 +106,23 @@ def test_quantized_weights_used_beside_their_modules_call(tmp_path: Path) -> Non
 
     swap(linear, "Streamed", call)
     assert mx.array_equal(project(linear, x), expected).item() and noted == [SINGLE]
+
+    from mlx_vlm.models.glm5_next.language import linear as short
+
+    noted.clear()  # a few tokens, which mlx-vlm computes one by one: one call, as in longer passes
+    assert mx.array_equal(short(linear, x), expected).item() and len(noted) == 1
+
+
+def test_the_best_tokens_are_chosen_for_each_length() -> None:
+    """mlx-vlm compiles the choice for all lengths, with where the first one parts: then others' were not the best."""
+    pytest.importorskip("mlx_vlm", reason="needs the extra vision", exc_type=ImportError)
+    from outcore_vision.text_model import text_classes
+
+    text_classes("hy_v4")
+    from mlx_vlm.models.hy_v4.indexer import _partition_scores as choose
+
+    for length in (8, 24):  # a shorter one would end the process
+        best = mx.random.permutation(length)
+        given = mx.ones((1, 1, 1, 1)), best[None, None, :, None].astype(mx.float32), mx.ones((1, 1, 1))
+        chosen = choose(3, False)(*given)[..., -3:]
+        assert sorted(best[chosen.flatten()].tolist()) == [length - 3, length - 2, length - 1]

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models import switch_layers as mlx_lm_switches
 from mlx_vlm.models import switch_layers as mlx_vlm_switches
 from mlx_vlm.models.linear import DECODE_BLOCK_SIZE
+from mlx_vlm.models.linear import linear as LINEAR
 from mlx_vlm.models.quantized_verifier import singleton_quantized_linear as SINGLE
 from mlx_vlm.models.quantized_verifier import supports_quantization
 
@@ -28,8 +29,8 @@ WHOLE = {"CompressedAttention", "SparseCompressedAttention", "Glm5NextAttention"
 # mlx-vlm's function that multiplies by a quantized module's weights beside calling it.
 SINGLY = "singleton_quantized_linear"
 
-# Where a streamed module has its replaced call (``outcore.modules.hooks``).
-CALL = "_outcore_call"
+# Where a streamed module has its replaced call, and an embedding its product (``outcore.modules.hooks``).
+CALL, PRODUCT = "_outcore_call", "_outcore_product"
 
 # Attribute of a module of ``BESIDE`` while it is called.
 WITHIN = "_outcore_within"
@@ -94,10 +95,12 @@ def adapt(model: nn.Module) -> None:
 
 
 def call_singly() -> None:
-    """Makes ``SINGLY`` of a streamed module run within its call, in the modules of models that are imported by now."""
+    """Makes ``SINGLY`` and ``linear`` of a streamed module run within one call of it, in the modules of models that are
+    imported by now."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_vlm.models.") and vars(module).get(SINGLY) is SINGLE:
-            setattr(module, SINGLY, _single)
+        for begun, theirs, ours in ((SINGLY, SINGLE, _single), ("linear", LINEAR, _linear)):
+            if name.startswith("mlx_vlm.models.") and vars(module).get(begun) is theirs:
+                setattr(module, begun, ours)
 
 
 def _single(linear: nn.Module, x: mx.array) -> mx.array | None:
@@ -105,6 +108,23 @@ def _single(linear: nn.Module, x: mx.array) -> mx.array | None:
     if call is None or not isinstance(linear, nn.QuantizedLinear) or not supports_quantization(linear) or x.ndim != 3:
         return cast("mx.array | None", SINGLE(linear, x))
     return cast("mx.array | None", call(partial(SINGLE, linear), (x,), {}))
+
+
+def _linear(product: Any, x: mx.array) -> mx.array:
+    """mlx-vlm's product of a few tokens, which calls a module for each of them."""
+    module, name = (product, CALL) if isinstance(product, nn.Module) else (getattr(product, "__self__", None), PRODUCT)
+    call = getattr(module, "__dict__", {}).get(name)
+    if call is None or x.ndim != 3 or not 1 < x.shape[1] <= DECODE_BLOCK_SIZE:
+        return cast(mx.array, LINEAR(product, x))
+
+    def each(x: mx.array) -> Any:
+        module.__dict__[name] = lambda original, args, kwargs: original(*args, **kwargs)
+        try:
+            return LINEAR(product, x)
+        finally:
+            module.__dict__[name] = call
+
+    return cast(mx.array, call(each, (x,), {}))
 
 
 def _counterpart(module: nn.Module) -> Any:

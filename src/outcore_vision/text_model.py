@@ -19,7 +19,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from outcore.errors import UnsupportedModelError
+from outcore.machine.device import on_cpu
 from outcore.modules.layers import modules, named_modules
+from outcore.modules.side_by_side import NOT_MERGEABLE
 
 from .caches import as_mlx_lm, within
 from .mixtures import renamed
@@ -52,6 +54,16 @@ HINTS = {"async_eval": "async_eval", "mx.eval(h)": "eval"}
 
 # Models whose layers ask other layers' caches for their keys and values.
 ASKED = (".afm7", ".gemma3n")
+
+# Models whose rows of several lengths differ from the same texts alone, in mlx-vlm's own shared caches, too: they place
+# a shorter row's tokens, masks or blocks as the longest one's.
+APART_IN_BATCHES = (
+    "deepseek_vl_v2", "hunyuan_vl", "jina_vlm", "limite", "llada2_moe", "minimax_m3", "mllama", "paligemma",
+)  # fmt: skip
+NOT_MERGEABLE.update(APART_IN_BATCHES)
+
+# Modules that compile a choice of the best k for all lengths.
+PARTED = ".hy_v4.indexer"
 
 # Attributes outside of the module tree: all of the model and its configuration, until its weights are sanitized; and
 # how the names of weights that it does not need begin.
@@ -169,13 +181,18 @@ class Arguments:
 
 
 class NoHints:
-    """MLX for modules of models, without ``hints`` to compute: weights may not have been read yet."""
+    """MLX for modules of models, without ``hints`` to compute: weights may not have been read yet. On the CPU nothing is
+    compiled for all lengths: ``argpartition`` would part each text where the first one's length says."""
 
     def __init__(self, module: ModuleType, hints: Collection[str]) -> None:
         self._module, self._hints = module, hints
 
     def __getattr__(self, name: str) -> Any:
         return (lambda *_: None) if name in self._hints else getattr(self._module, name)
+
+    def compile(self, function: Any, **options: Any) -> Any:
+        """Returns a function as it is on the CPU."""
+        return function if on_cpu() else mx.compile(function, **options)
 
 
 @cache
@@ -199,7 +216,8 @@ def _without_hints() -> None:
     models = [m for name, m in list(sys.modules.items()) if name.startswith("mlx_vlm.models.")]
     for module in models:
         source = inspect.getsource(module) if getattr(module, "mx", None) is mx else ""
-        if hints := {name for hint, name in HINTS.items() if hint in source}:
+        hints = {name for hint, name in HINTS.items() if hint in source}
+        if hints or module.__name__.endswith(PARTED):
             vars(module)["mx"] = NoHints(mx, hints)
 
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, TokenBuffer, make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, CacheList, TokenBuffer, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..engine.session import Session
@@ -62,14 +62,12 @@ class BatchDecoder:
         session, streaming = self._session, self._session.streaming
         with mx.stream(generation_stream):
             runs: list[Callable[[], mx.array]] = [each.run for each in extra]
-            joined: list[list[Any]] = []
-            for request in joining:
-                cache = own_cache(self._model, request)
+            joined = [own_cache(self._model, request) for request in joining]
+            for request, cache in zip(joining, joined, strict=True):
                 # Store the computed part of the prompt now: caches of the other tokens are merged, and not stored.
                 if request.cached.recording is not None:
                     request.cached.recording.save(cache, None, request.cached.tokens)
                 grow_by(cache, session.size.step)
-                joined.append(cache)
                 media, begin = request.media, len(request.earlier) + request.cached.tokens
                 prompt = mx.array(list(request.tokens[request.cached.tokens :]), dtype=mx.int32)
                 for part in chunks(len(prompt), chunk)[:-1]:
@@ -163,9 +161,7 @@ class BatchDecoder:
         keep = [i for i, row in enumerate(self._rows) if row.request.uid not in gone]
         if len(keep) == len(self._rows):
             return
-        self._rows = [self._rows[i] for i in keep]
-        if not keep:
-            self._caches = []
+        self._rows, self._caches = [self._rows[i] for i in keep], self._caches if keep else []
         with mx.stream(generation_stream):
             for c in self._caches:
                 c.filter(keep)
@@ -177,12 +173,16 @@ class BatchDecoder:
         """Ends a sequence. Returns caches of its own, and how many tokens of its prompt and answer they hold: all but
         the last."""
         i, row = next((i, row) for i, row in enumerate(self._rows) if row.request.uid == uid)
-        with mx.stream(generation_stream):
-            fresh = make_prompt_cache(self._model)
+
+        def own(shared: Any, fresh: Any) -> Any:
+            if isinstance(shared, CacheList):
+                return CacheList(*map(own, shared.caches, fresh.caches))
             # Caches of layers without attention stay empty, and mlx-lm cannot take a row out of those.
-            growing = BatchKVCache | BatchRotatingKVCache
-            empty = [isinstance(c, growing) and c.keys is None for c in self._caches]
-            caches = [f if e else c.extract(i) for c, e, f in zip(self._caches, empty, fresh, strict=True)]
+            empty = isinstance(shared, BatchKVCache | BatchRotatingKVCache) and shared.keys is None
+            return fresh if empty else shared.extract(i)
+
+        with mx.stream(generation_stream):
+            caches = list(map(own, self._caches, make_prompt_cache(self._model)))
             own_memory(caches)
         # Remove the row now, so that it is not in memory twice while other rows are taken out.
         self.remove([uid])

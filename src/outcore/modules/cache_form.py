@@ -90,8 +90,8 @@ def shapes_of(cache: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield path, (*outer, words * 32 // cache.bits)
         return
     for path, array in tree_flatten(getattr(cache, "state", ())):
-        # Left paddings and lengths exist only where sequences share passes; a single sequence has empty ones.
-        if isinstance(array, mx.array) and array.size:
+        # A single sequence has empty left paddings and lengths. Values may be of width 0, where only keys are needed.
+        if isinstance(array, mx.array) and (array.size or (array.ndim > 1 and all(array.shape[:-1]))):
             yield path, tuple(array.shape)
 
 
