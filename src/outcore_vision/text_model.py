@@ -181,8 +181,8 @@ class Arguments:
 
 
 class NoHints:
-    """MLX for modules of models, without ``hints`` to compute: weights may not have been read yet. On the CPU nothing is
-    compiled for all lengths: ``argpartition`` would part each text where the first one's length says."""
+    """MLX for modules of models, without ``hints`` to compute: weights may not have been read yet. On the CPU nothing
+    is compiled for all lengths: ``argpartition`` would part each text where the first one's length says."""
 
     def __init__(self, module: ModuleType, hints: Collection[str]) -> None:
         self._module, self._hints = module, hints
