@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
+import threading
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -229,6 +230,31 @@ def test_requests_wait_until_the_pictures_of_others_are_over(monkeypatch: pytest
 
     assert asyncio.run(run()) == [0]
     assert asked[1][0]["content"][0]["image"].size == (6, 4)
+
+
+def test_a_slow_address_keeps_no_room_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    monkeypatch.setattr(parts, "MOST_HELD", parts.held() + 24)
+    arrives = threading.Event()
+    monkeypatch.setattr(parts, "fetched", lambda _: arrives.wait(20) and base64.b64decode(PNG))
+    slow, others, taken = sent(1, "https://a.example/a.png"), sent(1), TAKEN | {"pixels": 24}
+
+    async def run() -> None:
+        late = asyncio.create_task(ready(slow, taken, remote=True))
+        try:
+            await asyncio.sleep(0.1)
+            await asyncio.wait_for(ready(others, taken, remote=False), 5)
+            assert not late.done()
+            others.clear()
+        finally:
+            arrives.set()
+        await asyncio.wait_for(late, 5)
+
+    asyncio.run(run())
+    assert slow[0]["content"][0]["image"].size == (6, 4)
+    monkeypatch.setattr(parts, "SENT_BYTES", 10)
+    with pytest.raises(RequestError, match="by addresses in a request"):
+        asyncio.run(ready(sent(1, "https://a.example/a.png"), TAKEN, remote=True))
 
 
 def test_what_failed_requests_would_have_decoded_counts_no_longer() -> None:

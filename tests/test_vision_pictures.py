@@ -44,10 +44,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def told(capsys: pytest.CaptureFixture[str], *words: str, failed: int = 0) -> dict[str, Any]:
     capsys.readouterr()
-    flags = ["--max-tokens", str(TOKENS), "--memory", "8MB", "--draft", "none", "--prefix-cache", "off"]
-    assert main([*words, *flags, "--json"]) == 0
+    flags = ["--max-tokens", str(TOKENS), "--memory", "8MB"]
+    flags += [] if words[0] == "batch" else ["--draft", "none", "--prefix-cache", "off"]
+    assert main([*words, *flags, "--json"]) == failed
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -94,8 +95,28 @@ def test_pictures_reach_the_model_by_every_way_alike(
     chat = told(capsys, "chat", "--model", str(model), "--image", first)
     assert chat["turns"][0]["tokens"] == one["tokens"] and len(chat["turns"]) == 2
 
+    # A message that fails keeps its images.
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{'x ' * 40_000}\n{ASK}\n"))
+    (turn,) = told(capsys, "chat", "--model", str(model), "--image", first)["turns"]
+    assert turn["tokens"] == one["tokens"]
+
     uris = [base64.b64encode(Path(name).read_bytes()).decode() for name in (first, second)]
     parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{uri}"}} for uri in uris]
+
+    def line(n: int, *content: Any) -> str:
+        body = {"messages": [{"role": "user", "content": [*content, {"type": "text", "text": ASK}]}]}
+        url = "/v1/chat/completions"
+        return json.dumps({"custom_id": str(n), "method": "POST", "url": url, "body": body})
+
+    asking, answers = model.parent / "lines.jsonl", model.parent / "answers.jsonl"
+    bad = {"type": "image_url", "image_url": {"url": "https://a.example/a.png"}}
+    asking.write_text("\n".join([line(0, parts[0]), line(1, *parts), line(2), line(3, bad)]))
+    told(capsys, "batch", "--model", str(model), "--input", str(asking), "--output", str(answers), failed=1)
+    said = {found["custom_id"]: found for found in map(json.loads, answers.read_text().splitlines())}
+    bodies = [said[str(n)]["response"]["body"] for n in range(3)]
+    texts = [(body["choices"][0]["message"]["content"], body["usage"]["prompt_tokens"]) for body in bodies]
+    assert texts == [(found["text"], found["prompt_tokens"]) for found in (one, both, plain)]
+    assert "fetches no addresses" in said["3"]["error"]["message"]
 
     def chatted(*content: Any) -> Any:
         messages = [{"role": "user", "content": [*content, {"type": "text", "text": ASK}]}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import time
 from array import array
@@ -25,18 +26,23 @@ from outcore.cli.flags import loading_options
 from outcore.cli.output import tell
 from outcore.decode.batch import Progress, answers
 from outcore.decode.loader import load_model
+from outcore.decode.media import media_reader
+from outcore.decode.opening import options_for
 from outcore.decode.preparation import Preparation, prepare
 from outcore.decode.request import Request
 from outcore.decode.request_text import checked_text
 from outcore.engine.transport import Agreement
 from outcore.errors import BudgetError, RequestError, UsageError
+from outcore.options import LoadOptions
+from outcore.packages import modules
 from outcore.plan.planner import smallest_budget
 from outcore.plan.workload import Workload
 from outcore.serve import completions, openai
-from outcore.serve.api import HttpRequest
+from outcore.serve.api import HttpRequest, ParsedRequest
 from outcore.serve.choice import request_of
+from outcore.serve.events import GenerationRequest
 from outcore.serve.prompting import Prompter
-from outcore.serve.requests import UNSUPPORTED, wrong
+from outcore.serve.requests import OPAQUE, UNSUPPORTED, wrong
 from outcore.sizes import format_size
 from outcore.text import counted, printable
 
@@ -66,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
         config = config_of(folder)
         settings = {"trust_remote_code": args.trust_remote_code}
         tokenizer = load_tokenizer(folder, settings, eos=config.get("eos_token_id"))
-        requests, errors = read_requests(todo, tokenizer, args.max_tokens, position_limit(config), bar)
+        images = LineImages(folder, args)
+        requests, errors = read_requests(todo, tokenizer, args.max_tokens, position_limit(config), bar, images)
         model: nn.Module | None = None
         if requests:
             model, requests, too_long = _load(folder, requests, args, agreement, bar)
@@ -91,24 +98,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_requests(
-    lines: Sequence[BatchRequest], tokenizer: TokenizerWrapper, max_tokens: int, longest: int | None, bar: ProgressBar
+    lines: Sequence[BatchRequest],
+    tokenizer: TokenizerWrapper,
+    max_tokens: int,
+    longest: int | None,
+    bar: ProgressBar,
+    images: LineImages | None = None,
 ) -> tuple[list[Request], Refused]:
     """Returns the requests of lines that can be answered, with the lines' places as uids, and the others' errors.
 
     Args:
         max_tokens: most tokens of an answer if its line does not give a number.
         longest: number of tokens that the model has positions for; None: any number.
+        images: reads those of lines; None: there are none.
     """
     requests: list[Request] = []
     errors: Refused = []
-    prompter = Prompter(tokenizer)
+    prompter = Prompter(tokenizer, reader=images.reader) if images else Prompter(tokenizer)
     for n, line in enumerate(lines):
         if n % 100 == 0:
             bar.count("reading", n, len(lines))
         try:
             if line.error is not None:
                 raise line.error
-            request = line_request(n, line, prompter, max_tokens)
+            request = line_request(n, line, prompter, max_tokens, images)
             prompt, limit = array("i", request.tokens), request.max_tokens
             if longest is not None:
                 if len(prompt) > longest:
@@ -123,7 +136,9 @@ def read_requests(
     return requests, errors
 
 
-def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: int) -> Request:
+def line_request(
+    uid: int, line: BatchRequest, prompter: Prompter, max_tokens: int, images: LineImages | None = None
+) -> Request:
     """Returns the engine's request for a line.
 
     Args:
@@ -132,10 +147,7 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
     Raises:
         RequestError: the body is malformed, or requests something that a batch does not support.
     """
-    if not isinstance(line.body, dict):
-        raise RequestError("body: not a JSON object")
-    read = openai.chat if line.url == CHAT else completions.completion
-    parsed = read(HttpRequest(cast(Any, None), line.body))
+    parsed = _parsed(line)
     (request, *more), writer = parsed.requests, parsed.writer
     given = {
         "stream": writer.streams,
@@ -153,7 +165,49 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
         raise wrong("max_tokens", "give a number of tokens; answers of a batch need a limit")
     if isinstance(request.prompt, str):
         checked_text(request.prompt, "prompt")
-    return request_of(uid, prompter.prepare(request), replace(request, max_tokens=request.max_tokens or max_tokens))
+    if images is not None:
+        images.ready(request)
+    prompt = prompter.prepare(request)
+    if prompt.media is not None and images is not None:
+        # Not all lines' pixels at once: a line's are decoded again when it is answered.
+        cast(Any, prompt.media).leave_out(lambda: images.of(line, prompter))
+    return request_of(uid, prompt, replace(request, max_tokens=request.max_tokens or max_tokens))
+
+
+def _parsed(line: BatchRequest) -> ParsedRequest:
+    if not isinstance(line.body, dict):
+        raise RequestError("body: not a JSON object")
+    read = openai.chat if line.url == CHAT else completions.completion
+    return read(HttpRequest(cast(Any, None), line.body))
+
+
+class LineImages:
+    """Reads the images of lines, if the model in a folder takes any and a package reads them."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        config = config_of(folder)
+        self._packages = list(modules("parts").values()) if args.ranks is None else []
+        self._taken = {k: n for package in self._packages for k, n in package.takes(folder, config).items()}
+        options = replace(LoadOptions(), images=True)
+        config |= options_for(folder, options).model_config or {}
+        self._last: tuple[str, Any] = "", None
+        self.reader = cache(lambda: media_reader(folder, config, args.ranks))
+        if self._taken:
+            for package in self._packages:
+                OPAQUE.update(package.READERS)
+
+    def ready(self, request: GenerationRequest) -> None:
+        for package in self._packages:
+            asyncio.run(package.ready(request.messages or (), self._taken, remote=False))
+
+    def of(self, line: BatchRequest, prompter: Prompter) -> Any:
+        """Returns the media of a line, which stay in memory until another's are asked for."""
+        if self._last[0] != line.id:
+            self._last = "", None
+            request = _parsed(line).requests[0]
+            self.ready(request)
+            self._last = line.id, prompter.prepare(request).media
+        return self._last[1]
 
 
 def _load(
@@ -164,7 +218,7 @@ def _load(
     Raises:
         BudgetError: none fits; names the smallest budget for the request that needs least.
     """
-    options = loading_options(args)
+    options = loading_options(args) | {"images": any(request.media is not None for request in requests)}
 
     def loaded(kept: Sequence[Request]) -> nn.Module:
         work = _workload(kept, args.decode_concurrency)

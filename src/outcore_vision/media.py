@@ -54,12 +54,14 @@ class Image:
         digest: of its pixels and of all else that the processor says of it.
         ids: tokens (tokens,) of a prompt with nothing but this image; ``places``: where its placeholders are.
         inputs: arguments of ``get_input_embeddings``, without the tokens.
+        again: makes the same image where ``inputs`` has no pixels, but their shapes; None: it has them.
     """
 
     digest: bytes
     ids: np.ndarray[Any, Any]
     places: np.ndarray[Any, Any]
     inputs: dict[str, Any]
+    again: Callable[[], Image] | None = None
 
     @property
     def virtual(self) -> list[int]:
@@ -142,6 +144,7 @@ class ImageReader:
         prompt = prompt if core in prompt else self.mark * len(pictures) + prompt
         if (count := prompt.count(core)) != len(pictures):
             why = f"the prompt has {count} places for images ({core}), and {len(pictures)} are given"
+            why += f"; {core} in a text is a place, too: write it otherwise" if count > len(pictures) else ""
             raise PromptError(f"images: {why}")
         opened = [each if isinstance(each, Image) else _opened(each) for each in pictures]
         images = [self._image(each) for each in opened]
@@ -254,6 +257,13 @@ def _arrays(value: Any) -> Any:
     return value
 
 
+def _shapes(value: Any) -> Any:
+    """Returns arrays of the same shapes and dtypes that take no memory."""
+    if isinstance(value, list):
+        return [_shapes(each) for each in value]
+    return np.broadcast_to(np.zeros((), value.dtype), value.shape) if isinstance(value, np.ndarray) else value
+
+
 def _parts(value: Any) -> Iterator[bytes | memoryview]:
     """Yields all of a tree of arrays as bytes, for a digest."""
     if isinstance(value, Mapping):
@@ -292,6 +302,16 @@ class Images:
         self._rows: dict[str, mx.array] = {}  # the model's arguments (1, tokens, ...) from ``_held`` on
         self._deep: list[mx.array] = []  # of each layer that is given images, rows of all places from ``_held`` on
         self._positions: mx.array | None = None
+
+    def leave_out(self, again: Callable[[], Images]) -> None:
+        """Frees the pixels. ``again`` makes the same images, when they are needed."""
+
+        def later(n: int) -> Image:
+            found = self._images[n]
+            pixels = _shapes(found.inputs["pixel_values"])
+            return replace(found, inputs=found.inputs | {"pixel_values": pixels}, again=lambda: again()._images[n])
+
+        self._images = tuple(map(later, range(len(self._images))))
 
     def _needed(self, held: int) -> list[Image]:
         return [image for image, at in zip(self._images, self._places, strict=True) if at[-1] >= held]

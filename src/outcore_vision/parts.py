@@ -58,13 +58,17 @@ class Sent:
     source: str
     low: bool = False
 
+    @property
+    def remote(self) -> bool:
+        return self.source[:8].lower().startswith(("http://", "https://"))
+
     def data(self, remote: bool) -> bytes:
         """Returns the file. Raises RequestError. ``remote``: it is fetched if it is an address."""
         text = self.source
         with self.named():
             if text[:5].lower() == "data:":
                 return data_of_uri(text)
-            if not text[:8].lower().startswith(("http://", "https://")):
+            if not self.remote:
                 return base64_bytes(text)
             if not remote:
                 raise PictureError("this server fetches no addresses (--allow-remote-images); send a data URI")
@@ -171,17 +175,25 @@ async def ready(messages: Sequence[Mapping[str, Any]], taken: Mapping[str, int],
         raise wrong(parts[taken["count"]]["image"].where, f"more than {taken['count']} pictures in a request")
     made = asyncio.Semaphore(FETCHED), asyncio.Semaphore(DECODED)
     fetching, decoding = _gates.setdefault(asyncio.get_running_loop(), made)
+    # What is fetched comes first: a slow address keeps no room of others.
+    came, size = dict[int, bytes](), 0
+    for n, sent in enumerate(part["image"] for part in parts):
+        if sent.remote:
+            async with fetching:
+                came[n] = await asyncio.to_thread(sent.data, remote)
+            size += len(came[n])
+            if size > SENT_BYTES:
+                raise wrong(sent.where, f"more than {SENT_BYTES / 1e6:.0f} MB by addresses in a request")
     # What is to be decoded counts before, as requests that come at the same time would all find room otherwise.
     pixels, coming = 0, min(MOST_PIXELS, len(parts) * taken["pixels"])
     while held() and held() + coming > MOST_HELD:  # until others have their answers
         await asyncio.sleep(0.1)
     try:
         held(more=coming)
-        for part in parts:
-            sent: Sent = part["image"]
-            async with fetching:
-                data = await asyncio.to_thread(sent.data, remote)
+        for n, part in enumerate(parts):
+            sent = part["image"]
             async with decoding:
+                data = came.pop(n, b"") or await asyncio.to_thread(sent.data, remote)
                 part["image"] = image = await asyncio.to_thread(sent.picture, data, taken["pixels"])
             size = image.width * image.height
             pixels += size

@@ -161,7 +161,8 @@ class Tower:
 
     def _computed(self, image: Image) -> dict[str, mx.array]:
         ids = mx.array(image.ids.astype(np.int32))[None]
-        given = {name: _arrays(value) for name, value in image.inputs.items()}
+        inputs = (image if image.again is None else image.again()).inputs
+        given = {name: _arrays(value) for name, value in inputs.items()}
         pixels = given.pop("pixel_values")
         made = self._whole.get_input_embeddings(ids, pixels, mask=mx.ones_like(ids), **given)
         said = {name: value for name, value in made.to_dict().items() if value is not None}

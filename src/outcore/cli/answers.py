@@ -28,7 +28,7 @@ from ..sizes import format_size
 from ..text import counted, one_line, shortened
 from .engine import AnswerOutput, ProgressBar, interruptible, prefill_progress
 
-RESET = "/clear begins a new one"
+RESET, WAITING = "/clear begins a new one", "; its images wait for the next message, or /clear"
 
 
 class _Stopped(Exception):
@@ -100,12 +100,11 @@ class Chat:
 
     def answer(self, message: str) -> None:
         session, conversation = self.session, self.conversation
-        given, self.pictures = self.pictures, None
-        said = (message,) if given is None else (given.mark + message, given.encode)
+        given = self.pictures
         try:
-            prompt = conversation.prompt(*said)
+            prompt = conversation.prompt(*((message,) if given is None else (given.mark + message, given.encode)))
         except PromptError as e:
-            self.say(f"{e}; {RESET}", WARN)
+            self.say(f"{e}; {RESET}{WAITING if given else ''}", WARN)
             return
         images = [*conversation.images, *(() if given is None else given.read)]
         sweeps, answer = session.metrics.sweeps, AnswerOutput()
@@ -117,7 +116,7 @@ class Chat:
             return
         print(flush=True)
         conversation.add(prompt, answer.tokens, session.in_cache)
-        conversation.images = images
+        conversation.images, self.pictures = images, None
         if answer.cut:
             conversation.end_answer(answer.text)
         self.kept.unsure = False
@@ -177,9 +176,6 @@ class Chat:
         )
 
     def _print_refusal(self, failed: Exception | None, prompt: int) -> None:
-        if isinstance(failed, _Stopped):
-            self.say("stopped before the answer began; the message was dropped")
-            return
         tokens, room = self.conversation.held + prompt, max(self._room, self.session.plan.context)
         hint = RESET if self.conversation.text else "send a shorter one"
         line = f"no room for this message: {tokens} tokens and an answer exceed {self._limit(tokens, room)}; {hint}"
@@ -187,7 +183,9 @@ class Chat:
             line = f"{failed}; the message was dropped"
         elif tokens < room:
             line = f"not enough memory for a message of {prompt} tokens; send a shorter one, or {RESET}"
-        self.say(line, WARN)
+        if isinstance(failed, _Stopped):
+            line = "stopped before the answer began; the message was dropped"
+        self.say(f"{line}{WAITING if self.pictures else ''}", WARN)
 
     def _limit(self, tokens: int, room: int) -> str:
         longest = self.session.positions

@@ -98,6 +98,7 @@ class Commands:
         self.chat.say(f"for the next message: {counted(len(named), 'image')}")
 
     def _clear(self) -> None:
+        self.chat.pictures = None
         self.chat.retell(self.chat.template, [])
         self.chat.kept.begin()
         self.chat.say("conversation reset")
