@@ -32,7 +32,6 @@ from typing import Any, cast
 from unittest import mock
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 import _support  # noqa: F401
@@ -108,12 +107,16 @@ def ours(folder: Path, wanted: str | None = "vision", **options: Any) -> tuple[l
 
 
 def stacked(session: Any) -> int:
-    """How many layers have matrices by expert: weights of three dimensions that are no convolution's."""
-    where, convolutions = session.profile.place.where, (nn.Conv1d, nn.Conv2d)
+    """How many layers have matrices by expert: of three dimensions, and not by head or of a convolution."""
+    where = session.profile.place.where
     return sum(
-        any(len(where[f"{layer.path}.{p.path}"].shape) == 3 and not isinstance(p.module, convolutions) for p in found)
+        any(
+            len(where[f"{layer.path}.{p.path}"].shape) == 3
+            and not any(kind in type(p.module).__name__ for kind in ("Conv", "MultiLinear"))
+            for p in layer.parameters
+            if f"{layer.path}.{p.path}" in where
+        )
         for layer in session.profile.layers
-        if (found := [p for p in layer.parameters if f"{layer.path}.{p.path}" in where])
     )
 
 
@@ -273,6 +276,8 @@ def survey(
             raise AssertionError(why)
         if row["stacked"]:
             step = "single experts"
+            if row["experts"] < row["stacked"]:
+                raise AssertionError("layers are read whole")
             row["one_by_one"] = one_by_one(folder, expected, resident_budget(session.size))
         row["equal"] = True
     except Exception as e:
