@@ -117,12 +117,13 @@ def _port(parts: SplitResult) -> int:
 
 def _addresses(parts: SplitResult, resolve: Resolver, allows: Callable[[str], bool]) -> list[str]:
     host = parts.hostname or ""
-    found = list(dict.fromkeys(resolve(host, _port(parts))))
-    if not found:
-        raise OSError("the name has no address")
-    if not all(allows(address) for address in found):
-        # Not which address: that would tell the client of a server about its network.
-        raise PictureError(f"{_shown(parts)}: not a public address; only the public internet is reached")
+    try:
+        found = list(dict.fromkeys(resolve(host, _port(parts))))
+    except OSError:
+        found = []
+    if not found or not all(allows(address) for address in found):
+        # Neither which address nor whether there is one: that would tell the client of a server about its network.
+        raise PictureError(f"{_shown(parts)}: not a public address, or not known; only the public internet is reached")
     return found
 
 
