@@ -355,7 +355,9 @@ def test_images_are_picked_pasted_and_dragged_made_smaller_and_sent(
         monkeypatch.setitem(requests.OPAQUE, name, reader)
     page.service.images = {"pixels": 4_000_000, "bytes": 1_000_000, "count": 3}
     page.tab.window(390, 800)
-    page.open()
+    models = page.service.models
+    monkeypatch.setattr(page.service, "models", lambda: time.sleep(0.5) or models())  # a file may come before they do
+    page.tab.open(page.url)
     page.give("file", ("large.png", png(2400, 1600)), ("broken.png", [137, 80, 78, 71]))
     page.until("document.querySelectorAll('#files img').length === 1 && !document.getElementById('notice').hidden")
     assert page.texts("#notice")[0].startswith("broken.png cannot be read as an image")

@@ -428,6 +428,8 @@ function showFiles() {
   }));
 }
 async function attach(list) {
+  list = [...list];  // the browser empties it
+  await begun;  // what the model takes is known
   const taken = served.find(one => one.name === $("model").value)?.images;
   for (const file of list) {
     if (taken && isImage(file)) {
@@ -542,4 +544,4 @@ async function begin() {
   open(wanted || newChat(chats[0]));
   await listModels();
 }
-begin();
+const begun = begin();
