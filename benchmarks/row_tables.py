@@ -151,7 +151,7 @@ def streamed(kind: str, folder: Path, tokens: int, budget: str, foresee: bool) -
     from outcore_rows import row_prefetch
 
     spent, late = {"wait": 0.0, "foresight": 0.0}, 0
-    read, begin, install = RowReader.read, row_prefetch.Foresight.begin, row_prefetch.install
+    read, begin, install = RowReader.read, row_prefetch.RowPrefetch.begin, row_prefetch.install
 
     def timed(self: RowReader, path: Path, offset: int, nbytes: int, rows: Any, name: str) -> Any:
         nonlocal late
@@ -171,7 +171,7 @@ def streamed(kind: str, folder: Path, tokens: int, budget: str, foresee: bool) -
         ahead.clear()
         ahead.update(key for t in self._tables for key in t.reader.ahead)
 
-    RowReader.read, row_prefetch.Foresight.begin = timed, begun  # type: ignore[method-assign, assignment]
+    RowReader.read, row_prefetch.RowPrefetch.begin = timed, begun  # type: ignore[method-assign, assignment]
     row_prefetch.install = install if foresee else lambda *_: None
     before = memory("VmRSS")
     wanted = {MODEL_TYPES: "vision"} if kind == "inside" else {}

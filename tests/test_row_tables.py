@@ -23,7 +23,7 @@ from outcore.disk.open_file import read_chunk
 from outcore.disk.reader import RowReader
 from outcore.errors import ReadError
 from outcore_calibrate.layer_times import PAST_CACHES, _rows
-from outcore_rows.row_prefetch import Foresight
+from outcore_rows.row_prefetch import RowPrefetch
 from stand_ins import TokensOnly
 
 ROWS, WIDTH, LAYERS = 600, 64, 4
@@ -150,15 +150,15 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         found.append((name, rows)) if (path, offset, *rows) not in ahead else None
         return read(self, path, offset, nbytes, rows, name)
 
-    begin, ahead = Foresight.begin, set[tuple[Any, ...]]()
+    begin, ahead = RowPrefetch.begin, set[tuple[Any, ...]]()
 
-    def begun(self: Foresight, *args: Any) -> None:
+    def begun(self: RowPrefetch, *args: Any) -> None:
         begin(self, *args)
         ahead.clear()
         ahead.update(key for t in self._tables if t.reader is not None for key in t.reader.ahead)
 
     monkeypatch.setattr(RowReader, "read", seen)
-    monkeypatch.setattr(Foresight, "begin", begun)
+    monkeypatch.setattr(RowPrefetch, "begin", begun)
     yield found
 
 
@@ -215,12 +215,12 @@ def test_a_read_of_rows_that_fails_loses_nothing(own: Path, monkeypatch: pytest.
 
 
 def test_rows_foreseen_wrongly_are_read_when_asked_for(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = Foresight.begin
+    begin = RowPrefetch.begin
 
-    def other(self: Foresight, run: Any, args: Any, kwargs: Any) -> None:
+    def other(self: RowPrefetch, run: Any, args: Any, kwargs: Any) -> None:
         begin(self, run, ((args[0] + 1) % 100, *args[1:]), kwargs)
 
-    monkeypatch.setattr(Foresight, "begin", other)
+    monkeypatch.setattr(RowPrefetch, "begin", other)
     model = opened(own)
     with model.outcore as session:
         assert equal(ours(model, IDS), theirs(own, IDS))

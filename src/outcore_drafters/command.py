@@ -268,8 +268,8 @@ class Job:
         self._begin()
         most = self.shards.count * self.texts
         tell(
-            f"the drafter {self._price()}; states are collected for at most {args.minutes:g} min, of at most {most} "
-            f"texts, {format_size(most * row)}; then it is trained for as long"
+            f"the drafter {self._price()}. First hidden states are collected, for at most {args.minutes:g} min, "
+            f"{most} texts and {format_size(most * row)}; then the drafter is trained, for at most {args.minutes:g} min"
         )
 
     def _begin(self) -> None:
@@ -284,7 +284,7 @@ class Job:
 
     def _price(self) -> str:
         takes = self.shape.parameters * WEIGHT_BITS / 8
-        said = f"takes {format_size(round(takes))} in 4 bits, {takes / self._memory:.1%} of the memory"
+        said = f"takes {format_size(round(takes))} in 4 bits, {100 * takes / self._memory:.1f} % of the memory"
         if self._memory < self._model_bytes:
             return f"{said}, and pays from {self.pays_from:.2f} tokens a pass"
         return f"{said}; it pays where several tokens are computed nearly as fast as one, as the model needs no disk"

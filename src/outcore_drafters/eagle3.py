@@ -44,7 +44,7 @@ class Attention(nn.Module):
             return projected.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)
 
         queries, values = split(self.q_proj(x), self.heads), split(self.v_proj(x), self.kv_heads)
-        # A place is that of the token whose embedding it has, and the first token's is never taken in.
+        # A row has the position of the token whose embedding it reads; the text's first token is never read.
         place = cache.offset + 1
         keys = self.rope(split(self.k_proj(x), self.kv_heads), offset=place)
         keys, values = cache.update_and_fetch(keys, values)

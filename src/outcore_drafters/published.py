@@ -29,11 +29,11 @@ TRAINED = "outcore_training"
 
 @dataclass(frozen=True)
 class Published:
-    """Tokens a pass that others measured, the model's own included.
+    """Tokens a pass that were measured elsewhere, the model's own included.
 
     Attributes:
         guesses: how many were made for a pass.
-        source: who measured what; names a project's public page.
+        source: who measured what, on a project's public page; empty: ``draft train`` did, on held-out text.
     """
 
     least: float
@@ -53,19 +53,13 @@ class Published:
 
     @property
     def about(self) -> str:
+        if not self.source:
+            return (
+                f"measured when it was trained, on held-out text: {self.most:.2f} tokens a pass of up to "
+                f"{self.guesses} guesses; your text may give fewer"
+            )
         tokens = f"{self.least:g} to {self.most:g}" if self.least < self.most else f"{self.most:g}"
         return f"assumed, not measured: {tokens} tokens a pass of {self.guesses} guesses ({self.source})"
-
-
-class Trained(Published):
-    """Tokens a pass that ``draft train`` counted on held-out text."""
-
-    @property
-    def about(self) -> str:
-        return (
-            f"measured when it was trained, on held-out text: {self.most:.2f} tokens a pass of up to {self.guesses} "
-            "guesses; your text may give fewer"
-        )
 
 
 def trained_values(tokens: float, guesses: int) -> dict[str, Any]:
@@ -73,13 +67,13 @@ def trained_values(tokens: float, guesses: int) -> dict[str, Any]:
     return {TRAINED: {"tokens_a_pass": tokens, "guesses": guesses}}
 
 
-def trained(config: Mapping[str, Any]) -> Trained | None:
+def trained(config: Mapping[str, Any]) -> Published | None:
     """Returns what a drafter's config says of its training; None: nothing, or nothing that can be."""
     match config.get(TRAINED):
         case {"tokens_a_pass": float() as tokens, "guesses": int() as guesses} if (
             1 <= tokens <= guesses + 1 and 0 < guesses <= MOST
         ):
-            return Trained(tokens, tokens, guesses, "")
+            return Published(tokens, tokens, guesses, "")
     return None
 
 

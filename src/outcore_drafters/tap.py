@@ -26,6 +26,13 @@ class Tapped:
         return out if found is None else found
 
 
+def tap(layer: nn.Module, hear: Callable[[Any], Any]) -> None:
+    """Gives ``layer`` a class in front of its own that shows the outputs of its calls to ``hear``."""
+    cls = type(layer)
+    layer.__class__ = type(cls.__name__, (Tapped, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    layer.__dict__[TAP] = hear
+
+
 class LayerTaps:
     """Records the outputs of layers. Does not change them. Those of another rank's layer are shown by its stand-in.
 
@@ -42,10 +49,7 @@ class LayerTaps:
         self.missed: Callable[[], object] = _nothing
         self._heard = threading.local()
         for n, layer in enumerate(layers):
-            cls = type(layer)
-            names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-            layer.__class__ = type(cls.__name__, (Tapped, cls), names)
-            layer.__dict__[TAP] = self._tap(n)
+            tap(layer, self._tap(n))
 
     def _tap(self, n: int) -> Any:
         def tap(out: Any) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 
 from outcore.checkpoint.find_model import require_tokenizer, resolve_model
+from outcore.checkpoint.positions import config_of
 from outcore.decode.loader import load_model
 from outcore.decode.passes import Pass, generating, run_passes
 from outcore.engine.session import Session
@@ -218,7 +219,8 @@ def open_embedder(folder: Path, reader: TextReader, o: LoadOptions, progress: An
     """Loads a model whose tokenizer is open. Raises as ``load``."""
     if not reader.kind:
         what = "rates no documents" if reader.task == RERANK else "makes no vectors"
-        raise UnsupportedModelError(f"{folder}: {what}: mlx-vlm has no such model of this type")
+        kind = config_of(folder).get("model_type")
+        raise UnsupportedModelError(f"{folder}: {what}: its type, {kind}, is not among those in docs/embeddings.md")
     named = {**(o.model_config or {}), MODEL_TYPES: NAME, TASK: reader.task}
     o = replace(o, model_config=named, draft="none", prefix_cache="off")  # the rest as ``model_types.load_options``
     model, _ = load_model(folder, o, progress=progress)

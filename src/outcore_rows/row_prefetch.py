@@ -38,16 +38,16 @@ def install(streaming: Streaming, profile: ModelProfile) -> None:
     tables = [t for t in streaming.tables if t.reader is not None]
     if len(tables) < 2 or CALL not in streaming.model.__dict__:
         return  # not bound to a ring: this is called again once it is
-    foresight = Foresight(tables, profile, [t.module for t in streaming.tables if t.reader is None])
+    prefetch = RowPrefetch(tables, profile, [t.module for t in streaming.tables if t.reader is None])
     within: Call = streaming.model.__dict__[CALL]
 
     def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
-                foresight.begin(original, args, kwargs)
+                prefetch.begin(original, args, kwargs)
                 return original(*args, **kwargs)
             finally:
-                foresight.end()
+                prefetch.end()
 
         return within(run, args, kwargs)
 
@@ -58,7 +58,7 @@ class Reached(Exception):
     """Ends the run of a layer or a model ahead of a pass, where its rows are known or it needs weights."""
 
 
-class Foresight:
+class RowPrefetch:
     """Runs a model ahead of its passes to find the rows of ``tables`` that they will look up; ``streamed``: modules
     outside of layers whose weights are streamed."""
 
@@ -109,7 +109,7 @@ class Foresight:
                     module.__dict__[CALL] = call
                 else:
                     kind = type(module)
-                    swap(module, "Foreseen", call)
+                    swap(module, "Prefetched", call)
                     self._classes[kind] = type(module)
             yield
         finally:

@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> None:
         weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         out.print(
             f"A trained 28M-parameter model with {format_size(weights)} of weights runs three times: streamed from "
-            f"disk within {format_size(budget)}; so too with {format_size(DRAFTER_BYTES)} more, which --draft auto "
-            "gives to the model's drafter where that pays; and resident (all in memory). Each is timed after a "
+            f"disk within {format_size(budget)}; the same with {format_size(DRAFTER_BYTES)} more, for the model's "
+            "drafter if --draft auto finds that it pays; and resident (all in memory). Each is timed after a "
             "warm-up.\n"
         )
         streamed = _run(folder, args, budget)

@@ -163,7 +163,7 @@ def _cut(sock: socket.socket) -> None:
 
 
 def _connected(parts: SplitResult, addresses: Sequence[str], until: float) -> socket.socket:
-    """Connects to the first of the checked addresses that answers; of a name, nothing is resolved any more."""
+    """Connects to the first of the checked addresses that answers. The name is not resolved again."""
     error = OSError("no address")
     for address in addresses[:MOST_TRIED]:
         try:

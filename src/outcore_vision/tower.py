@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
@@ -24,8 +24,6 @@ from outcore.machine.interrupts import check
 from outcore.machine.random_state import random_state_kept
 from outcore.modules.layers import named_modules, named_parameters
 
-from .kept import KeptFeatures
-
 if TYPE_CHECKING:
     from .media import Image
 
@@ -37,8 +35,42 @@ GRIDS, ASKED = ("image_grid_thw", "video_grid_thw"), "chunked_prefill_policy"
 # Said, but read by no language model of the same type.
 UNUSED = ("attention_mask_4d",)
 
+# The most bytes of features in memory.
+CACHED = 64_000_000
+
 # Attribute of a model: its tower. Attribute of a block: the tower and its number.
 TOWER, PLACE = "outcore_image_tower", "outcore_place"
+
+
+class FeatureCache:
+    """Features of images by digest: the latest ones in memory, as NumPy's arrays outside of the budget, which is for
+    what MLX holds; and all on disk beside the prefix cache, if the model has one (``prefix``)."""
+
+    def __init__(self, prefix: Any) -> None:
+        self._prefix = prefix if hasattr(prefix, "keep_arrays") else None
+        self._held: OrderedDict[bytes, dict[str, tuple[Any, mx.Dtype]]] = OrderedDict()
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self._held or (self._prefix is not None and self._prefix.has_arrays(digest))
+
+    def find(self, digest: bytes) -> dict[str, mx.array] | None:
+        if (held := self._held.get(digest)) is not None:
+            self._held.move_to_end(digest)
+            return {name: mx.array(a).view(dtype) for name, (a, dtype) in held.items()}
+        found: dict[str, mx.array] | None = None if self._prefix is None else self._prefix.arrays(digest)
+        if found is not None:
+            self._hold(digest, found)
+        return found
+
+    def keep(self, digest: bytes, arrays: Mapping[str, mx.array]) -> None:
+        self._hold(digest, arrays)
+        if self._prefix is not None:
+            self._prefix.keep_arrays(digest, arrays)
+
+    def _hold(self, digest: bytes, arrays: Mapping[str, mx.array]) -> None:
+        self._held[digest] = {name: (np.array(a.view(mx.uint8)), a.dtype) for name, a in arrays.items()}
+        while sum(a.nbytes for held in self._held.values() for a, _ in held.values()) > CACHED:
+            self._held.popitem(last=False)
 
 
 def tower_of(model: nn.Module) -> Tower:
@@ -64,7 +96,7 @@ class Tower:
         self._session: Session = model.outcore
         self._checkpoint = self._session.profile.lazy.checkpoint
         self._arch, self._config, self._whole, self._gone = model.arch, config, whole, model.__dict__[text_model.GONE]
-        self.runs, self.kept = 0, KeptFeatures(self._session.prefix)
+        self.runs, self.cache = 0, FeatureCache(self._session.prefix)
         said = inspect.getsource(model.arch.Model.get_input_embeddings)
         self._layers_kept = 0  # of blocks' outputs, how many are kept until the last one
         path = next(path for path, module in named_modules(model) if module is model.language_model)
@@ -143,8 +175,8 @@ class Tower:
     def features(self, image: Image) -> dict[str, mx.array]:
         """Returns ``rows`` (places, hidden) of the prompt's embeddings, and ``deep 0`` and so on, what is added to
         them after the first layers."""
-        if (kept := self.kept.find(image.digest)) is not None:
-            return kept
+        if (cached := self.cache.find(image.digest)) is not None:
+            return cached
         self._loaded = self._weights()
         blocks = tuple(f"{path}." for path, _ in self._blocks)
         rest = {path: array for path, array in self._loaded.items() if not path.startswith(blocks)}
@@ -156,7 +188,7 @@ class Tower:
             self._put({path: mx.zeros((0,), array.dtype) for path, array in rest.items()})
             self._loaded = {}
             clear_cache()
-        self.kept.keep(image.digest, found)
+        self.cache.keep(image.digest, found)
         return found
 
     def _computed(self, image: Image) -> dict[str, mx.array]:
@@ -214,7 +246,7 @@ class Tower:
         row = 4 * int(text.hidden_size)
         deep = len(getattr(self._config.vision_config, "deepstack_visual_indexes", None) or ())
         held = 3 * tokens * row + sum(len(image.places) for image in images) * row * (2 + 2 * deep)
-        new = [image for image in images if not self.kept.has(image.digest)]
+        new = [image for image in images if not self.cache.has(image.digest)]
         return held + max((self._run_bytes(image) for image in new), default=0)
 
     def _run_bytes(self, image: Image) -> int:

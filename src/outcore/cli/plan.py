@@ -296,9 +296,8 @@ def held(plan: Plan) -> str:
     if plan.pools:
         return f"{plan.held} resident, the others streamed, {format_size(plan.bytes_per_token)} read per token"
     kept = sum(len(pieces) for _, pieces in plan.kept)
-    text = f"{counted(len(plan.resident), 'layer')} resident"
-    text += f" and {counted(kept, 'projection')} of others" if kept else ""
-    text += f", {len(plan.streamed)} streamed" + (f" in {len(plan.parts)} parts" if plan.split else "")
+    text = counted(len(plan.resident), "layer") + (f" and {counted(kept, 'projection')} of others" if kept else "")
+    text += f" resident, {len(plan.streamed)} streamed" + (f" in {len(plan.parts)} parts" if plan.split else "")
     text += " and the head" if plan.head_streamed else ""
     return f"{text} through {plan.slots} slots, {format_size(plan.bytes_per_token)} read per token"
 

@@ -17,9 +17,9 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from outcore.machine.written import wrote
-from outcore.modules.hooks import arrays_in, handle, handles
+from outcore.modules.hooks import TAP, arrays_in, handle, handles
 
-from ..tap import Tapped
+from ..tap import tap
 
 # The model's likeliest next tokens that are kept for each token, and numbers of a piece of logits.
 LIKELY, PIECE = 16, 16 << 20
@@ -34,15 +34,14 @@ def tapped(layers: Sequence[nn.Module], which: Sequence[int]) -> Iterator[list[m
     may change between streamed and resident meanwhile."""
     heard: list[mx.array] = []
     chosen = [(layers[i], type(layers[i])) for i in which]
-    for layer, kind in chosen:
-        layer.__class__ = type(kind.__name__, (Tapped, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-        layer.__dict__["_outcore_tap"] = lambda out: heard.append(handle(arrays_in(out)[0]))
+    for layer, _ in chosen:
+        tap(layer, lambda out: heard.append(handle(arrays_in(out)[0])))
     try:
         yield heard
     finally:
         for layer, kind in chosen:
             layer.__class__ = kind
-            del layer.__dict__["_outcore_tap"]
+            del layer.__dict__[TAP]
 
 
 def continue_texts(

@@ -43,7 +43,7 @@ class WorkFolder:
 
     @property
     def settings(self) -> dict[str, Any] | None:
-        """Those of a training of which something was kept here; None: there is none.
+        """The settings of a training that can be resumed here; None: there is none.
 
         Raises:
             UsageError: they cannot be read.

@@ -134,7 +134,7 @@ def parse_draft(draft: str) -> tuple[str, Any]:
         raise UsageError(f"{called('draft')} {draft!r}: {_ways()}")
     words = (*OWN, *(kind for kind, source in sources.items() if not source.names_models))
     meant = difflib.get_close_matches(draft.lower(), words, 1)
-    if meant and not Path(draft).exists():
+    if meant and "/" not in draft and not Path(draft).exists():
         raise UsageError(f"{asked}: no such folder; did you mean {meant[0]}? {_ways()}")
     by_name = next((source for source in sources.values() if source.takes(draft)), None) or for_models(asked)
     return by_name.kind, by_name.parse(draft, draft)
