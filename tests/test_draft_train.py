@@ -435,7 +435,7 @@ def test_a_drafter_pays_from_what_it_has_each_pass_read_more() -> None:
     job.shape, job._model_bytes, job._memory = SHAPE, 1_000_000, 900_000
     takes = SHAPE.parameters * 4.5 / 8
     assert job.pays_from == pytest.approx(1.07 * (1 + takes / 100_000))
-    said = f"takes {takes / 1000:.2f} KB in 4 bits, {takes / 9000:.1f}% of the memory, and pays from"
+    said = f"takes {takes / 1000:.2f} KB in 4 bits, {takes / 9000:.1f} % of the memory, and pays from"
     assert job._price() == f"{said} {job.pays_from:.2f} tokens a pass"
 
 

@@ -22,7 +22,7 @@ STEP = 16
 class BlockProposer:
     """Asks a drafter for one token after the other.
 
-    The drafter knows the text's tokens from the first on whose states are there.
+    The drafter knows the text from the first token on whose states are there.
 
     Args:
         network, shared: the drafter and the model's parts that it uses.

@@ -32,8 +32,8 @@ from .texts import Encoded, TextReader, passes_of, readings_of
 # Most tokens that share a reading of the weights, as passes of the planned length.
 MOST_PASSES = 256
 
-# Of numbers of tokens for which texts are computed at least this share as fast as with the best one, the one with which
-# least is read is taken.
+# Among the numbers of tokens that are predicted to be at least this share as fast as the best one, the one that reads
+# least is taken.
 WORTH = 0.99
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]

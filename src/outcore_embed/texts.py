@@ -58,7 +58,7 @@ class TextReader:
         pad = next((t for t in (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id) if t is not None), 0)
         self.pad, self.left = int(pad), getattr(self._tokenizer, "padding_side", "right") == "left"
         self.filled = not (self.kind == "lfm2_embedding" and (folder / DENSE).is_file())
-        # Tokenizers may tell two texts apart where a model has no numbers for that.
+        # Some models have no embeddings of token types, though their tokenizers give them.
         self._typed = int(config.get("type_vocab_size") or (1 if self.kind == "xlm_roberta" else 2)) > 1
         judges = task == RERANK and self.kind not in CLASSIFIERS
         self.left |= judges

@@ -33,8 +33,8 @@ APART = (
 # Classes that change weights while loading, beside the model's own (mlx-vlm's ``encoder_loader``).
 CHANGE = {"VisionModel": "vision_config", "LanguageModel": "text_config"}
 
-# How many masks of numbers, a row for each token, a pass holds until its last layer; other types' have one row for each
-# text.
+# How many float masks (tokens, tokens) of a text a pass holds until its last layer, if not one; and the types whose
+# masks have one row for each text.
 MASKS = {"embedding_gemma2": 2, "gemma3_embedding": 2, "modernbert": 2}
 ONE_ROW = {"bert", "lfm2_colbert", "lfm2_embedding", "ministral3_embedding", "xlm_roberta"}
 

@@ -184,7 +184,7 @@ async def ready(messages: Sequence[Mapping[str, Any]], taken: Mapping[str, int],
             size += len(came[n])
             if size > SENT_BYTES:
                 raise wrong(sent.where, f"more than {SENT_BYTES / 1e6:.0f} MB by addresses in a request")
-    # What is to be decoded counts before, as requests that come at the same time would all find room otherwise.
+    # Counted before decoding: otherwise requests that come at the same time would all find room.
     pixels, coming = 0, min(MOST_PIXELS, len(parts) * taken["pixels"])
     while held() and held() + coming > MOST_HELD:  # until others have their answers
         await asyncio.sleep(0.1)
@@ -207,8 +207,8 @@ async def ready(messages: Sequence[Mapping[str, Any]], taken: Mapping[str, int],
 
 
 def held(image: Any = None, more: int = 0) -> int:
-    """Returns the pixels of requests under way; ``image`` counts from now on until it is freed, and ``more`` pixels
-    that are to come, or no longer. For one thread."""
+    """Returns the pixels of all requests under way, after ``more`` (or fewer, if negative) and those of ``image`` were
+    added; an image counts until it is freed. Only one thread may call it."""
     global _held
     _held += more
     while _freed:

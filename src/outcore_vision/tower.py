@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 # What ``get_input_embeddings`` may say of a prompt with images; more means attention that is not computed here.
 ROWS, POSITIONS = ("inputs_embeds", "per_layer_inputs"), ("position_ids", "rope_deltas")
 DEEP = ("visual_pos_masks", "deepstack_visual_embeds")
-# What mlx-vlm passes on that positions are made of already; and the method that says whether prompts may be cut.
+# Arguments that only positions depend on, which are made here; the method that says whether prompts may be in chunks.
 GRIDS, ASKED = ("image_grid_thw", "video_grid_thw"), "chunked_prefill_policy"
-# Said, but read by no language model of the same type.
+# In the answer, but read by no language model of the same type.
 UNUSED = ("attention_mask_4d",)
 
 # The most bytes of features in memory.
@@ -84,7 +84,7 @@ class Tower:
     """What makes features of images for a ``TextModel`` that is loaded.
 
     Attributes:
-        runs: how often it has been computed.
+        runs: how many images it has computed.
     """
 
     def __init__(self, model: Any) -> None:
@@ -98,7 +98,7 @@ class Tower:
         self._arch, self._config, self._whole, self._gone = model.arch, config, whole, model.__dict__[text_model.GONE]
         self.runs, self.cache = 0, FeatureCache(self._session.prefix)
         said = inspect.getsource(model.arch.Model.get_input_embeddings)
-        self._layers_kept = 0  # of blocks' outputs, how many are kept until the last one
+        self._layers_kept = 0  # how many blocks' outputs are kept until the last block
         path = next(path for path, module in named_modules(model) if module is model.language_model)
         _replace(whole, path, model.language_model)
         with random_state_kept():
