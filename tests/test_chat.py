@@ -48,6 +48,7 @@ from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.engine.transport import Agreement
 from outcore.errors import BudgetError, CheckpointError, UsageError
 from outcore.machine.cache_folder import cache_dir
+from outcore.plan.planner import smallest_budget
 from outcore_kv.scratch import Scratch
 from outcore_prefix import prefix_cache as prompts
 
@@ -170,7 +171,8 @@ def test_a_full_conversation_tells_one_number_and_has_used_the_room_of_longer_me
     quick: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     """Memory for a message of 32 tokens is memory for more of the conversation, when it comes to that."""
-    least = [*tight(quick, 32, kv_disk="off"), "--kv-disk", "off"]
+    size = prepare(quick, memory="1GB", context=32, prompt=32, resumable=True, kv_disk="off").profile.size
+    least = ["--memory", f"{smallest_budget(size)}B", "--context", "32", "--draft", "none", "--kv-disk", "off"]
     gc.collect()
     others = mx.get_active_memory()
     gc.disable()  # what waits for the collector is held: 53 tokens' states when a refused plan was in a cycle

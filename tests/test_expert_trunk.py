@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plans(folder: Path) -> list[Plan]:
     """For 20 budgets from the smallest that works to all in memory."""
-    size = prepare(folder, memory=1, least=True, context=CONTEXT, prompt=PROMPT, draft="none").profile.size
+    size = prepare(folder, memory="1GB", context=CONTEXT, prompt=PROMPT, draft="none").profile.size
     least, most = smallest_budget(size), resident_budget(size)
     return [make_plan(size, least + n * (most - least) // 19) for n in range(20)]
 

@@ -385,7 +385,7 @@ def test_budgets_are_reported_with_the_flags_that_they_are_for(quick: Path, caps
     # Where all is resident nothing drafts, so that no draft counts.
     assert sizes[0] == sizes[1]
     assert main(["info", str(quick), "--memory", "1KB"]) == 1
-    assert "; fewer need less (--context, --prompt-tokens)" in capsys.readouterr().err
+    assert "; fewer need less (--context)" in capsys.readouterr().err
     assert "--context" in refused(capsys, "plan", str(quick), "--memory", "1KB", "--no-calibrate", status=1)
     text = ["--num-samples", "1", "--memory", "1KB"]
     assert "--sequence-length" in refused(capsys, "perplexity", str(quick), *text, status=1)

@@ -327,16 +327,6 @@ def test_prompts_that_cannot_be_had_are_refused(streamed: Any) -> None:
         list(outcore.stream_generate(*streamed, [5], max_tokens=0))
 
 
-def test_a_prompt_longer_than_planned_is_refused_with_the_option_that_helps(tmp_path: Path) -> None:
-    folder = zoo.save_checkpoint("llama", tmp_path / "m")
-    options = {"context": 256, "prompt": 16, "govern": False, "draft": "none"}
-    with pytest.raises(outcore.BudgetError) as refused:
-        outcore.load_model(folder, memory=1, **options)
-    model, _ = outcore.load_model(folder, memory=refused.value.smallest, **options)
-    with model.outcore, pytest.raises(PromptError, match=r"passes the 16 .*: load with prompt=40"):
-        list(outcore.stream_generate(model, TokensOnly(), [5] * 40, max_tokens=2))
-
-
 def test_no_limit_on_tokens_means_the_planned_context(streamed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = streamed
     monkeypatch.setattr(model.outcore, "plan", replace(model.outcore.plan, context=12))

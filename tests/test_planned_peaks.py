@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm.utils
+import mlx_lm
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
@@ -21,8 +21,9 @@ import outcore
 import zoo
 from outcore.decode.preparation import prepare
 from outcore.modules.layers import find_layers
+from outcore.plan.cache_size import ALL
 from outcore.plan.model_size import Graph, ModelSize
-from outcore.plan.planner import resident_budget
+from outcore.plan.planner import resident_budget, smallest_budget
 from stand_ins import TokensOnly
 
 WIDE = {
@@ -179,7 +180,8 @@ def test_what_passes_hold_for_later_layers_counts_the_text_before_a_prompt(tmp_p
         patch.setitem(zoo.CONFIGS, "gemma4_text", fat)
         folder = zoo.save_checkpoint("gemma4_text", tmp_path / "model")
     options: dict[str, Any] = {"context": 400, "prompt": 120, "resident": 0, "cpu_streams": 1}
-    least = prepare(folder, memory=1, least=True, **options).planning.smallest
+    size = replace(prepare(folder, memory=1, least=True, **options).profile.size, reading=ALL)
+    least = smallest_budget(size, resident=0)  # with all of a prompt in one reading
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -279,3 +281,44 @@ def test_a_prompt_that_is_refused_takes_no_memory_for_its_length(taken: list[tup
     assert (status, again) == (1, 1)
     # Tokenizing takes some for each word.
     assert long <= short + 30_000_000
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("planned", [16, 200])
+def test_a_prompt_is_read_in_parts_where_there_is_no_room_for_all_of_it(
+    kind: str, planned: int, tmp_path: Path
+) -> None:
+    folder, prompt = zoo.save_checkpoint(kind, tmp_path / "m"), [5 + i * 7 % 90 for i in range(150)]
+    options = {"context": 256, "prompt": planned, "govern": False, "draft": "none", "resumable": True}
+    prepared = prepare(folder, memory=1, least=True, **options)
+    least = prepared.planning.smallest
+    assert least < smallest_budget(replace(prepared.profile.size, prompt=150, reading=ALL))
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model, _ = outcore.load_model(folder, memory=least, **options)
+    with model.outcore as session:
+        chunk, cache = session.plan.prefill_step, make_prompt_cache(model)
+        answer = [r.token for r in outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=3)]
+        assert mx.get_peak_memory() + mx.get_cache_memory() - before <= session.plan.peak_bytes <= least
+        readings = -(-150 // 16)
+        assert session.metrics.sweeps == readings + 2
+        assert replace(session.size, prompt=150).further_readings(chunk) == readings - 1
+        # In the middle of the second part.
+        seen = [0]
+
+        def stop() -> None:
+            seen[0] += session.metrics.sweeps == readings + 4
+            if seen[0] == 2:
+                raise KeyboardInterrupt
+
+        assert session.streaming is not None
+        session.streaming.after_unit.append(stop)
+        with pytest.raises(KeyboardInterrupt):
+            list(outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=3, prompt_cache=cache))
+        session.streaming.after_unit.remove(stop)
+        again = outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=3, prompt_cache=cache)
+        assert [r.token for r in again] == answer
+    plain, _ = mlx_lm.utils.load_model(folder)
+    wanted = mlx_lm.stream_generate(plain, TokensOnly(), mx.array(prompt), max_tokens=3, prefill_step_size=chunk)
+    assert [r.token for r in wanted] == answer

@@ -22,8 +22,9 @@ from outcore.engine.governor import Decision, Governor, Watch
 from outcore.engine.session import Session
 from outcore.errors import BudgetError, PromptError
 from outcore.machine.memory import MemoryLimit, Pressure
+from outcore.plan.cache_size import ALL
 from outcore.plan.candidate import farthest, thin
-from outcore.plan.planner import resident_budget
+from outcore.plan.planner import resident_budget, smallest_budget
 from outcore.sizes import slot_bytes
 
 PROMPT = [755, 4209, 3922, 13]
@@ -521,7 +522,9 @@ def test_layers_that_are_put_out_do_not_take_more_than_the_budget(small: Path) -
     gc.collect()
     others = mx.get_active_memory()
     options: dict[str, Any] = {"context": 1024, "resident": 3, "slots": 2, "draft": "none"}
-    model, tokenizer = outcore.load(str(small), memory=budget(small, 0, **options), govern=False, **options)
+    size = replace(prepare(small, memory=1, least=True, **options).profile.size, reading=ALL)
+    memory = smallest_budget(size, resident=3, slots=2)  # with all of a prompt in one reading
+    model, tokenizer = outcore.load(str(small), memory=memory, govern=False, **options)
     with model.outcore as session:
         residency = session.residency
         assert residency is not None and residency.layers.shed(100) == 3 and len(session.plan.parts) == 8

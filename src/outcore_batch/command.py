@@ -35,7 +35,7 @@ from outcore.engine.transport import Agreement
 from outcore.errors import BudgetError, RequestError, UsageError
 from outcore.options import LoadOptions
 from outcore.packages import modules
-from outcore.plan.planner import smallest_budget
+from outcore.plan.planner import reading_sizes, smallest_budget
 from outcore.plan.workload import Workload
 from outcore.serve import completions, openai
 from outcore.serve.api import HttpRequest, ParsedRequest
@@ -250,7 +250,7 @@ def _fitting(
     def smallest(context: int, prompt: int) -> int:
         return smallest_budget(
             # Sequences that may share passes keep their keys and values in memory.
-            replace(alone.profile.size.at_context(context), prompt=prompt, kv_disk="off"),
+            reading_sizes(replace(alone.profile.size.at_context(context), prompt=prompt, kv_disk="off"))[-1],
             slots=args.slots,
             resident=args.resident,
             prefill_step=args.prefill_step_size,

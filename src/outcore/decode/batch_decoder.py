@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -25,7 +25,9 @@ from mlx_lm.sample_utils import greedy_sampler
 from ..engine.session import Session
 from ..engine.transport import pass_runner
 from ..machine.allocator import clear_cache, note_held
+from ..modules.hooks import handles
 from ..modules.side_by_side import own_memory
+from ..plan.cache_size import ALL
 from .media import Media, plain
 from .one_text import to_token
 from .passes import Pass, chunks, run_passes
@@ -61,7 +63,7 @@ class BatchDecoder:
         ``extra``: passes over part of a prompt whose sequence does not join yet."""
         session, streaming = self._session, self._session.streaming
         with mx.stream(generation_stream):
-            runs: list[Callable[[], mx.array]] = [each.run for each in extra]
+            passes = [*extra]
             joined = [own_cache(self._model, request) for request in joining]
             for request, cache in zip(joining, joined, strict=True):
                 # Store the computed part of the prompt now: caches of the other tokens are merged, and not stored.
@@ -71,17 +73,19 @@ class BatchDecoder:
                 media, begin = request.media, len(request.earlier) + request.cached.tokens
                 prompt = mx.array(list(request.tokens[request.cached.tokens :]), dtype=mx.int32)
                 for part in chunks(len(prompt), chunk)[:-1]:
-                    runs.append(functools.partial(self._prompt, prompt[part], cache, media, begin + part.start))
+                    run = functools.partial(self._prompt, prompt[part], cache, media, begin + part.start)
+                    passes.append(Pass(run, part.stop - part.start))
                 *before, last = request.tokens
                 seen = TokenBuffer(plain(media, [*request.earlier, *before])) if request.processors else None
                 self._rows.append(_Row(request, last, seen))
-            runs.append(functools.partial(self._decode, joined))
+            passes.append(Pass(functools.partial(self._decode, joined), 0))
             if streaming is None:
                 session.before_pass()
             # Nothing to restore: if this fails, the scheduler drops the caches.
             with contextlib.nullcontext() if streaming is None else streaming.transaction(None, 0):
-                passes = [Pass(run, 0) for run in runs]
-                (logits,) = run_passes(session, passes, [len(passes) - 1], lambda *_: None)
+                # On all ranks, as they agree on the readings.
+                n, short = len(passes) - 1, session.size.reading < ALL or not self._transport.alone
+                (logits,) = run_passes(session, passes, [n], lambda *_: mx.eval(handles(*joined)), prompts=n * short)
             mx.eval(logits, [c.state for c in self._caches])
             if streaming is not None:
                 streaming.drain()  # frees all slots, so that reading goes on while tokens are chosen

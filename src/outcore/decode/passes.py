@@ -101,7 +101,8 @@ def run_passes(
     if prompts and not each_alone:
         lengths = [each.tokens for each in passes[:prompts]]
         graph = session.size.graph(on_cpu(), session.plan.split)
-        counts = list(session.transport.numbers(lambda: graph.readings(lengths, context)))
+        (most,) = session.transport.leasts([session.size.in_reading(max(lengths))])
+        counts = list(session.transport.numbers(lambda: graph.readings(lengths, context, most)))
     counts[-1] += len(passes) - sum(counts)
     at = 0
     for count in counts:
@@ -111,9 +112,8 @@ def run_passes(
             if not mine:
                 made.clear()  # an unused output would keep its inputs alive, caches above all
         else:
-            made = runner.run_passes(
-                [each.run for each in share], tokens=sum(each.tokens for each in share) or None, wanted=mine
-            )
+            tokens = sum(each.tokens for each in share) if all(each.tokens for each in share) else None
+            made = runner.run_passes([each.run for each in share], tokens=tokens, wanted=mine)
         rows += made
         at += count
         if at < len(passes):

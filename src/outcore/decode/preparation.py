@@ -331,25 +331,21 @@ def _plan_for_several(
     """Returns the size and the plan for sequences that share passes; ``alone``: for one sequence at a time."""
     plan_for: Callable[..., Plan] = partial(make_plan, calibration=calibration, **ring_options(o))
 
-    def planned(size: ModelSize) -> Plan:
-        try:
-            return plan_for(size, budget=budget)
-        except BudgetError as e:
-            # A default budget is only a part of the free memory, so more may be used.
-            if o.asked or e.smallest is None or e.smallest > last_resort():
-                raise
-            return plan_for(size, budget=e.smallest)
+    def planned(size: ModelSize) -> tuple[ModelSize, Plan]:
+        planning = Planning(size, options=ring_options(o))
+        # A default budget is only a part of the free memory, so more may be used.
+        more = not o.asked and planning.smallest <= last_resort()
+        found = planning.at(max(budget, planning.smallest) if more else budget, calibration)
+        return found.size, found.plan
 
     if isinstance(o.sequences, int):
-        several = for_sequences(size, 1 if alone else o.sequences)
-        return several, planned(several)
+        return planned(for_sequences(size, 1 if alone else o.sequences))
     workload = cast(Workload, o.sequences)
     workload = replace(workload, most=1, least=1) if alone else workload
     try:
         return workload.choose(size, partial(plan_for, budget=budget))
     except BudgetError:
-        several = for_sequences(size, workload.least)
-        return several, planned(several)
+        return planned(for_sequences(size, workload.least))
 
 
 def _advice(profile: ModelProfile, plan: Plan, planning: Planning, o: LoadOptions) -> list[str]:
@@ -364,6 +360,9 @@ def _advice(profile: ModelProfile, plan: Plan, planning: Planning, o: LoadOption
             "nothing is drafted: experts are read one by one, and those of a drafted token take as long as a token "
             f"({called('experts')} 0 streams layers whole)"
         )
+    if plan.streams and (again := profile.size.further_readings(plan.prefill_step)):
+        what = f"a prompt of {profile.size.prompt} tokens takes {again + 1} readings of the weights"
+        notes.append(f"{what}: more memory takes fewer")
     if plan.kv_slot:
         each = sum(n for i, n in profile.size.kept_apart if i in plan.streamed)
         notes.append(

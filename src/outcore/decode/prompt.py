@@ -119,19 +119,14 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
         return max_tokens
     planned = session.plan.context
     wanted = held + length + max(max_tokens, 1)
-    fits = wanted <= planned and length <= session.size.prompt
-    if not fits and not session.residency.holds(wanted, length):
+    if wanted > planned and not session.residency.holds(wanted, length):
         raise PromptError(
             f"{held + length} prompt tokens and {max(max_tokens, 1)} new ones pass the context of {planned} tokens "
             f"that memory was planned for: load with context={wanted}"
-            if wanted > planned
-            else f"a prompt of {length} tokens passes the {session.size.prompt} that memory was planned for: "
-            f"load with prompt={length}"
         )
     if max_tokens > 0:
         return max_tokens
-    room = planned - held - length
-    if room > 0:
+    if (room := planned - held - length) > 0:
         return room
     # The prompt fills the planned context: allow an answer of usual length if room for it can be made.
     left = ANSWER if longest is None else longest - held - length

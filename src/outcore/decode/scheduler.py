@@ -381,8 +381,8 @@ class Scheduler:
             # share one reading of the weights.
             return self._prefills.next(chunk, math.inf)
         # The planned chunk may be short because prompts were; several of these together make a chunk of good length.
-        room = self._asked_step or max(chunk, ENOUGH_STEP)
-        return self._prefills.next(chunk, room * self._prefills.chunks if together else room)
+        room = (self._asked_step or max(chunk, ENOUGH_STEP)) * (self._prefills.chunks if together else 1)
+        return self._prefills.next(chunk, min(room, self._session.size.in_reading(chunk)))
 
     def _taken_out(self, new: Collection[int]) -> list[ScheduledSequence]:
         """Closes the current decoder, to change to one of the other kind. Returns its sequences, with their caches;

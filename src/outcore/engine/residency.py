@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..errors import BudgetError
+from ..plan.cache_size import ALL
 from ..plan.candidate import replan, replanned_bytes, thin
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
-from ..plan.planner import ENOUGH_STEP, WORTH, prefill_steps
+from ..plan.planner import ENOUGH_STEP, WORTH, prefill_steps, reading_sizes
 from ..sizes import format_size
 from .resident_layers import ResidentLayers, another
 
@@ -61,8 +62,8 @@ class Residency:
         plan, size = session.plan, session.size
         step = step or self.chunk
         if tokens <= plan.context and prompt <= size.prompt and kept <= size.kept:
-            if step is None and plan.prefill_step < min(ENOUGH_STEP, prompt):
-                # An earlier call may have made chunks short, for lack of room or at its caller's request.
+            if (step is None and plan.prefill_step < min(ENOUGH_STEP, prompt)) or size.reading < prompt:
+                # An earlier call may have made chunks or readings short, for lack of room or at its caller's request.
                 self._lengthen()
             if step is None or min(step, prompt) <= plan.prefill_step:
                 return step or session.plan.prefill_step
@@ -77,15 +78,15 @@ class Residency:
             steps = [min(step, prompt)]
         elif prompt <= 1:  # an answer needs no longer chunks
             steps = [plan.prefill_step, *(s for s in steps if s < plan.prefill_step)]
-        # The last candidate drops the room for longer prompts, which reserve it again when they come.
-        least = replace(self._grown(size, grown[-1], prompt, least=True), kept=kept, drafted=0)
+        ways = [larger, [replace(each, drafted=0) for each in larger]] if size.drafted else [larger]
+        sizes = [each for way in ways for each in (*way, *reading_sizes(way[-1])[1:])]
         try:
-            self._fit_one_of([*larger, *(replace(each, drafted=0) for each in larger if each.drafted), least], steps)
+            self._fit_one_of(sizes, steps)
         except BudgetError:
-            if plan.streams and self._fits_undrafted(least, steps):
+            if plan.streams and self._fits_undrafted(sizes[-1], steps):
                 self.layers.give_up_draft()
                 return self.reserve(tokens, prompt, step, kept)
-            raise self._refusal(least, tokens, prompt, kept, steps[-1]) from None
+            raise self._refusal(sizes[-1], tokens, prompt, kept, steps[-1]) from None
         if size.drafted and not session.size.drafted and session.drafting is not None and session.plan.streams:
             session.note(f"nothing is drafted: with a text of {tokens} tokens the budget has no room for draft tokens")
         return step or session.plan.prefill_step
@@ -136,21 +137,20 @@ class Residency:
 
     # Candidates
 
-    def _grown(self, size: ModelSize, tokens: int, prompt: int, *, least: bool = False) -> ModelSize:
-        """Returns the size with at least this context and prompt; ``least``: without room for prompts beyond
-        one chunk."""
+    def _grown(self, size: ModelSize, tokens: int, prompt: int) -> ModelSize:
+        """Returns the size with at least this context and prompt."""
         tokens = max(tokens, size.context)
-        longest = min(size.prompt, self.session.plan.prefill_step) if least else size.prompt
-        return replace(size.at_context(tokens), prompt=max(longest, min(prompt, tokens)))
+        return replace(size.at_context(tokens), prompt=max(size.prompt, min(prompt, tokens)))
 
     def _could_hold(self, tokens: int, prompt: int, size: ModelSize) -> bool:
-        # The text has priority over drafts, and over room for longer prompts.
-        for least in (False, True):
-            larger = replace(self._grown(size, tokens, prompt, least=least), drafted=0)
-            step = self.chunk or prefill_steps(larger.prompt)[-1]
-            with contextlib.suppress(BudgetError):
-                another(self.session, larger, self.session.plan.budget_bytes, for_context=True, prefill_step=step)
-                return True
+        # The text has priority over drafts.
+        least = reading_sizes(replace(self._grown(size, tokens, prompt), drafted=0))[-1]
+        return self._fits(least, prefill_step=self.chunk or prefill_steps(least.prompt)[-1])
+
+    def _fits(self, size: ModelSize, **how: Any) -> bool:
+        with contextlib.suppress(BudgetError):
+            another(self.session, size, self.session.plan.budget_bytes, for_context=True, **how)
+            return True
         return False
 
     def _refusal(self, larger: ModelSize, tokens: int, prompt: int, kept: int, step: int) -> BudgetError:
@@ -183,12 +183,7 @@ class Residency:
         if draft is None:
             return False
         size = draft.profile_without(replace(self.session.profile, size=larger), plan.head_streamed).size
-        how: dict[str, Any] = {"for_context": True, "undrafted": True, "resident": 0}
-        step = steps[0] if len(steps) == 1 else None
-        with contextlib.suppress(BudgetError):
-            another(self.session, size, plan.budget_bytes, prefill_step=step, **how)
-            return True
-        return False
+        return self._fits(size, undrafted=True, resident=0, prefill_step=steps[0] if len(steps) == 1 else None)
 
     # Making room
 
@@ -271,6 +266,8 @@ class Residency:
         session, layers = self.session, self.layers
         plan, size = session.plan, session.size
         stay = sorted({*plan.resident, *layers.coming})
+        more = (s for s in reading_sizes(replace(size, reading=ALL)) if s.reading > size.reading)
+        size = next((s for s in more if replanned_bytes(s, plan, stay) <= plan.budget_bytes), size)
         longer = (s for s in prefill_steps(size.prompt) if plan.prefill_step < s)
         fits = (s for s in longer if replanned_bytes(size, replace(plan, prefill_step=s), stay) <= plan.budget_bytes)
-        session.adopt(self._with(size, plan.resident, next(fits, plan.prefill_step)))
+        session.adopt(self._with(size, plan.resident, next(fits, plan.prefill_step)), size)

@@ -24,6 +24,9 @@ COPIED, COPIED_ELSEWHERE = 1.0, 1.75
 # Slots of KV offload: one layer computes while the next layer's keys and values are read.
 KV_SLOTS = 2
 
+# No limit to the tokens of prompts that share a reading of the weights.
+ALL = 2**62
+
 # Copies of one layer's caches next to the old ones while sequences join (``BatchKVCache.extend`` pads, then
 # concatenates) or leave.
 MERGED = 2
@@ -40,6 +43,7 @@ class Texts:
         shared: tokens of all sequences together, each counted as long as the longest, since caches are padded to it; 0:
             ``context`` for each.
         joining: most prompt tokens computed in one pass; 0: those of the longest prompt.
+        reading: most tokens of prompts that share a reading of the weights, if one chunk has fewer.
         step: tokens by which the caches of several sequences grow at a time.
         kv_disk: KV offload: ``off``, ``on``, or ``auto``: if the context does not fit otherwise.
         on_disk: whether keys and values of streamed layers are offloaded.
@@ -51,6 +55,7 @@ class Texts:
     sequences: int = 1
     shared: int = 0
     joining: int = 0
+    reading: int = ALL
     step: int = KV_STEP
     kv_disk: str = "off"
     on_disk: bool = False

@@ -17,8 +17,8 @@ from ..sizes import format_size
 from .candidate import replan
 from .machine_profile import Calibration
 from .model_size import ModelSize
-from .plan import Plan
-from .planner import ASSUMED, make_plan, refusal, resident_budget, smallest_budget
+from .plan import ANSWER, Plan
+from .planner import ASSUMED, make_plan, reading_sizes, refusal, resident_budget, smallest_budget
 from .prediction import computing_s, sweep_s
 
 # Values of ``--draft`` in addition to the kinds that packages provide.
@@ -153,12 +153,13 @@ class Planning:
             if self.kind != AUTO:
                 return Planned(plan, size, self.draft)
             return self._with_drafted_tokens(plan, budget, calibration)
-        raise AssertionError(f"a budget of {budget} bytes that is not too small fits nothing")
+        return replace(self, size=reading_sizes(self.size)[1]).at(budget, calibration)
 
     @cached_property
     def smallest(self) -> int:
         """The smallest budget in bytes that works."""
-        return min(smallest_budget(size, **self._options(head)) for size, head in self._ways(0))
+        least = replace(self, size=reading_sizes(self.size)[-1])._ways(0)
+        return min(smallest_budget(size, **self._options(head)) for size, head in least)
 
     @property
     def largest(self) -> ModelSize:
@@ -179,9 +180,8 @@ class Planning:
         if self.kind in (AUTO, NONE) or draft is None:
             yield self.size, head
             return
-        heads = [True] if draft.uses_head else [head]
-        if draft.head and self.size.head is not None and not draft.uses_head and head is None:
-            heads = [True, False]
+        both = draft.head and self.size.head is not None and head is None
+        heads = [True] if draft.uses_head else [True, False] if both else [head]
         most = min(self.most, draft.block or MOST)
         for drafted in dict.fromkeys(drafted_tokens(self.size, b, True, most) for b in (budget, 0)):
             for stays in heads:
@@ -303,14 +303,16 @@ class Choice:
 
     @property
     def cost(self) -> float:
-        """What the fastest has least of: seconds of a token. Where nothing was measured only bytes are known; there
-        every guess counts as free, as the text's own passes show what it costs."""
-        if self.planned is None or self.measured:
+        """What the fastest has least of: seconds of a token, with its share of a prompt's further readings. Where
+        nothing was measured only bytes are known; there guesses count as free: the passes show what they cost."""
+        if self.planned is None:
             return self.token_s
-        draft, read = self.planned.draft, self.planned.plan.bytes_per_token
-        if draft is None or draft.copies_model:
-            return read if draft is None else float("inf")
-        return read / REPEATED if draft.kind == NGRAM else read * (1 - draft.chance)
+        plan, draft = self.planned.plan, self.planned.draft
+        again = self.planned.size.further_readings(plan.prefill_step) / ANSWER
+        if self.measured:
+            return self.token_s + again * plan.token_s
+        share = 1.0 if draft is None else 1 / REPEATED if draft.kind == NGRAM else 1 - draft.chance
+        return float("inf") if draft is not None and draft.copies_model else plan.bytes_per_token * (share + again)
 
 
 def expected(planned: Planned, calibration: Calibration, name: str, blocks: bool, first: int = 0) -> Choice:

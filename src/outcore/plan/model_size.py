@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..plan.cache_size import STATES, CacheSize
+from ..plan.cache_size import ALL, STATES, CacheSize
 from ..sizes import ARRAY_BYTES, KV_STEP, held_bytes, most_unit
 from .partition import LayerSize
 
@@ -73,27 +73,29 @@ class Graph:
     masked: int = 0
     held: int = 0
 
-    def readings(self, passes: Sequence[int], context: int = 0) -> list[int]:
+    def readings(self, passes: Sequence[int], context: int = 0, most: int = ALL) -> list[int]:
         """Returns, for each reading of the weights, how many passes share it.
 
         Args:
             passes: the tokens of each pass.
             context: tokens in the caches after the last pass.
+            most: tokens of all passes of a reading, if a single pass has fewer.
         """
         counts: list[int] = []
-        left = held = 0
+        left = held = room = 0
         context = max(0, context - sum(passes))
         for tokens in passes:
             context += tokens
             nbytes = 128_000 * self.layers + 14_000 * self.recurrent * tokens
             kept = held_for_later(self.versions, self.masked, tokens, context)
             # A rank may have no layers, and a pass then takes nothing.
-            if not counts or nbytes > left or kept > held:
+            if not counts or nbytes > left or kept > held or tokens > room:
                 counts.append(0)
-                left, held = self.most, max(self.held, kept)
+                left, held, room = self.most, max(self.held, kept), most
             counts[-1] += 1
             left -= nbytes
             held -= kept
+            room -= tokens
         return counts
 
 
@@ -196,6 +198,14 @@ class ModelSize(ActivationSize):
         every = passes * held_for_later(self.versions, self.masked, chunk, mean)
         return min(every, self.held_for_later) if passes > 1 else 0
 
+    def in_reading(self, chunk: int) -> int:
+        """Returns the most tokens that may share a reading of the weights, of prompts in passes of ``chunk``."""
+        return max(self.reading // chunk, 1) * chunk
+
+    def further_readings(self, chunk: int) -> int:
+        """Returns how many readings of the weights the longest prompt takes after the first."""
+        return max(0, self.prompt - 1) // self.in_reading(chunk)
+
     @property
     def logits_row(self) -> int:
         return self.logits // LOGITS_COPIES
@@ -217,7 +227,7 @@ class ModelSize(ActivationSize):
     def activation_parts(self, chunk: int, between: int | None = None) -> dict[str, int]:
         """Returns the terms of ``activations``, in bytes, by name."""
         several = self.sequences if self.sequences > 1 else 0
-        waiting = max(self.prompt, self.joining) + several
+        waiting = min(max(self.prompt, self.joining), self.in_reading(chunk)) + several
         tokens = max(chunk, several)
         return {
             "hidden": self.hidden * waiting,

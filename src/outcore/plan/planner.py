@@ -254,9 +254,8 @@ def refusal(size: ModelSize, budget: int, least: int, resident: int | None = Non
     """
     what = f" with {counted(resident, 'resident layer')}" if resident else ""
     texts = f"a context of {size.context} tokens"
-    texts += f", {size.prompt} of them the prompt's" if size.prompt < size.context else ""
-    if fewer := offered("context", "prompt"):
-        texts += f"; fewer need less ({', '.join(fewer)})"
+    if fewer := offered("context"):
+        texts += f"; fewer need less ({fewer[0]})"
     else:
         texts += f"; a shorter prompt{' or fewer --max-tokens need' if offered('max_tokens') else ' needs'} less"
     stay = ""
@@ -283,6 +282,12 @@ def resident_budget(size: ModelSize) -> int:
 def _thriftiest_step(size: ModelSize) -> int:
     """The prompt chunk with the least memory: usually the smallest, unless each pass holds arrays for later layers."""
     return min(reversed(prefill_steps(size.prompt)), key=size.activations)
+
+
+def reading_sizes(size: ModelSize) -> list[ModelSize]:
+    """Returns the size, and with ever fewer tokens of prompts that share a reading of the weights: the last resort."""
+    most = min(max(size.prompt, size.joining), size.reading)
+    return [size, *(replace(size, reading=n) for n in prefill_steps(most) if n < most)]
 
 
 def prefill_steps(prompt: int) -> list[int]:

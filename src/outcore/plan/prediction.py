@@ -59,11 +59,12 @@ def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
         token_s = sum(turn.compute_s for turn in size.on_demand.turns(size, plan, calibration))
     else:
         token_s = _timing(size, plan, calibration, [(size.sequences, 1)], size.context).sweep_s
-    whole, rest = divmod(max(0, size.prompt - 1), plan.prefill_step)
+    whole, rest = divmod(max(0, min(size.prompt, size.in_reading(plan.prefill_step)) - 1), plan.prefill_step)
     passes: Passes = [(plan.prefill_step, whole), (rest, 1 if rest else 0), (1, 1)]  # chunks, then the last token alone
     prompt = _timing(size, plan, calibration, passes, size.prompt)
+    ttft_s = prompt.first_s + size.further_readings(plan.prefill_step) * prompt.sweep_s
     known = calibration.seconds(size.rest_kind, 1) is not None
-    return replace(plan, token_s=token_s, ttft_s=prompt.first_s, calibrated=calibration.measured and known)
+    return replace(plan, token_s=token_s, ttft_s=ttft_s, calibrated=calibration.measured and known)
 
 
 def sweep_s(size: ModelSize, plan: Plan, calibration: Calibration, tokens: int, blocks: bool, texts: int = 1) -> float:
