@@ -10,7 +10,9 @@ page cache before each run, and removes it afterwards:
 
 Each is run resident by its own library, and by Outcore with and without knowing rows before a pass; each run is a
 process. ``wait`` is what the computing thread waits for rows, ``foresight`` what finding them takes, as shares of a
-token's time; ``late`` are lookups of which no read had begun.
+token's time; ``late`` are those of the ``lookups`` of which no read had begun. ``--rate`` (bytes a second) and
+``--reads`` (reads a second) make the disk slow (``slow_disk.py``, needs root); ``--rounds`` repeats the streamed runs
+in turn.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import struct
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from mlx.utils import tree_flatten
 import _support  # noqa: F401
 import zoo
 from result_file import write_result
+from slow_disk import slow_disk
 
 PROMPT = [3 + (7919 * i) % 16000 for i in range(48)]
 DTYPES = {mx.float32: "F32", mx.int64: "I64", mx.int32: "I32"}
@@ -150,11 +154,12 @@ def streamed(kind: str, folder: Path, tokens: int, budget: str, foresee: bool) -
     from outcore.modules.mlx_lm_compat import MODEL_TYPES
     from outcore_rows import row_prefetch
 
-    spent, late = {"wait": 0.0, "foresight": 0.0}, 0
+    spent, late, lookups = {"wait": 0.0, "foresight": 0.0}, 0, 0
     read, begin, install = RowReader.read, row_prefetch.RowPrefetch.begin, row_prefetch.install
 
     def timed(self: RowReader, path: Path, offset: int, nbytes: int, rows: Any, name: str) -> Any:
-        nonlocal late
+        nonlocal late, lookups
+        lookups += 1
         late += (path, offset, *rows) not in ahead
         began = time.perf_counter()
         try:
@@ -181,7 +186,7 @@ def streamed(kind: str, folder: Path, tokens: int, budget: str, foresee: bool) -
         first = decode(model, cache, 1)
         prompt_s, rows = first[2][0], session.metrics.rows_read
         spent.update(wait=0.0, foresight=0.0)
-        late_prompt, late, began = late, 0, time.perf_counter()
+        late_prompt, late, lookups, used, began = late, 0, 0, time.process_time(), time.perf_counter()
         found, logits, ids = [*first[0]], [*first[1]], first[0]
         for _ in range(tokens - 1):
             out = model(mx.array([ids]), cache=cache)[0, -1]
@@ -189,11 +194,12 @@ def streamed(kind: str, folder: Path, tokens: int, budget: str, foresee: bool) -
             logits.append(np.array(out))
             ids = [int(np.argmax(logits[-1]))]
             found += ids
-        seconds = time.perf_counter() - began
+        seconds, used = time.perf_counter() - began, time.process_time() - used
         size, plan, each = session.size, session.plan, tokens - 1
         same = np.array_equal(np.stack(logits), np.load(folder / "logits.npy"))
         return {
             "equal": same, "tokens": found, "prompt_s": prompt_s, "token_s": seconds / each,
+            "token_cpu_s": used / each, "lookups": lookups,
             "wait": spent["wait"] / seconds, "foresight": spent["foresight"] / seconds,
             "rows_per_token": (session.metrics.rows_read - rows) / each, "late": late, "late_in_prompt": late_prompt,
             "row_bytes_per_token": size.row_bytes, "by_row_bytes": size.tables, "budget_bytes": plan.budget_bytes,
@@ -203,13 +209,21 @@ def streamed(kind: str, folder: Path, tokens: int, budget: str, foresee: bool) -
         }  # fmt: skip
 
 
+def _join(group: Path | None) -> None:
+    if group is not None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
 RUNS = ["resident", "foreseen", "on demand"]
 
 
 def child(kind: str, folder: Path, run: str, args: argparse.Namespace) -> dict[str, Any]:
     cold(folder)
     command = [sys.executable, __file__, str(folder), "--run", run, "--kind", kind, "--memory", args.memory]
-    done = subprocess.run([*command, "--tokens", str(args.tokens)], stdout=subprocess.PIPE, text=True, check=True)
+    command += ["--tokens", str(args.tokens)]
+    with slow_disk(folder, args.rate, args.reads) as group:
+        join = partial(_join, None if run == "resident" else group)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=join)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -221,6 +235,9 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--memory", default="300MB")
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rate", type=int)
+    parser.add_argument("--reads", type=int)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--kind", choices=["outside", "inside"], action="append")
     parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
@@ -234,7 +251,7 @@ def main() -> None:
     for kind in args.kind or ["outside", "inside"]:
         folder = args.folder / f"row-tables-{kind}"
         tables = 0 if folder.exists() else write(kind, folder, int(args.gigabytes * 1e9))
-        for run in RUNS:
+        for run in RUNS[:1] + RUNS[1:] * args.rounds:
             row = {"kind": kind, "run": run, "table_bytes": tables, **child(kind, folder, run, args)}
             rows.append(row)
             print({k: v for k, v in row.items() if k != "tokens"}, flush=True)

@@ -13,16 +13,19 @@ GROUPS = Path("/sys/fs/cgroup/blkio")
 
 
 @contextmanager
-def slow_disk(folder: Path, rate: int | None) -> Iterator[Path | None]:
-    """A control group whose processes read so many bytes a second from the disk that a folder lies on."""
-    if rate is None:
+def slow_disk(folder: Path, rate: int | None, reads: int | None = None) -> Iterator[Path | None]:
+    """A control group whose processes read so many bytes a second from the disk that a folder lies on, by at most so
+    many reads a second."""
+    if rate is None and reads is None:
         yield None
         return
     device = folder.stat().st_dev
     group = GROUPS / f"outcore-disk-{os.getpid()}"
     group.mkdir()
     try:
-        (group / "blkio.throttle.read_bps_device").write_text(f"{os.major(device)}:{os.minor(device)} {rate}")
+        for name, limit in (("read_bps_device", rate), ("read_iops_device", reads)):
+            if limit is not None:
+                (group / f"blkio.throttle.{name}").write_text(f"{os.major(device)}:{os.minor(device)} {limit}")
         yield group
     finally:
         for _ in range(100):

@@ -30,7 +30,7 @@ from outcore.serve.shelf import Offered
 
 from .embedder import Embedder, shortened_to
 from .kinds import EMBED, RERANK, task_of
-from .texts import Encoded, TextReader, readings_of
+from .texts import Encoded, TextReader
 
 # Most texts of a request, as in OpenAI's API.
 MOST_TEXTS = 2048
@@ -94,8 +94,7 @@ class JobQueue:
         with self._lock:
             jobs = [job, *(each for each in self._jobs if each is not job and each.left)]
         waiting = [(each, text) for each in jobs for text in each.left]
-        most = embedder.reading_tokens(sum(len(text.ids) for _, text in waiting))
-        some = next(readings_of([text for _, text in waiting], most))
+        some = embedder.next_of([text for _, text in waiting])
         try:
             vectors = embedder.run(some)
         except BudgetError:

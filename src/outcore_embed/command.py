@@ -22,7 +22,7 @@ from outcore.text import counted
 from .embedder import Embedder, open_embedder, shortened_to
 from .files import Text, VectorFile, json_line, read_texts
 from .kinds import EMBED, RERANK, task_of
-from .texts import Encoded, TextReader, readings_of
+from .texts import Encoded, TextReader
 
 
 def run(args: argparse.Namespace) -> None:
@@ -132,8 +132,7 @@ def _readings(
     rates = args.rerank is not None
     while done < len(texts):
         bar.count("texts", done, len(texts))
-        left = sum(len(t.ids) for t in texts[done:])
-        some = next(readings_of(texts[done:], model.reading_tokens(left)))
+        some = model.next_of(texts[done:])
         found: list[Any] = [float(v[0]) if rates else shortened_to(v, args.dimensions) for v in model.run(some)]
         records = [_record(n, given[n]) for n in range(done, done + len(some))]
         if not kept:

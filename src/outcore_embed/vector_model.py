@@ -108,9 +108,11 @@ class VectorModel(nn.Module):
 
     def outcore_sized(self, size: ModelSize, o: LoadOptions) -> ModelSize:
         """Counts masks with each token: the trace of a few takes them for something that grows with the tokens alone,
-        and texts' passes share readings of the weights whatever their masks weigh."""
+        and texts' passes share readings of the weights whatever their masks weigh. Keys and values, which look expanded
+        from nothing without a cache, are a pass's own, and outputs of a layer's parts."""
         prompt = max(size.prompt, o.prefill_step_size or 0)  # texts of a pass, not parts of one
-        return replace(size, prompt=prompt, masked=0, hidden=size.hidden + 4 * self.mask_rows * size.context)
+        hidden = size.hidden + 4 * self.mask_rows * size.context
+        return replace(size, prompt=prompt, masked=0, hidden=hidden, token=size.token + size.expanded, expanded=0)
 
 
 class Classifier(VectorModel):
