@@ -35,7 +35,7 @@ from rich.table import Table
 
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checks import parse_size
-from outcore.cli.plan import token_range_s
+from outcore.cli.plan import ASSUMED_SPREAD, SPREAD
 from outcore.decode import loader
 from outcore.decode.preparation import Preparation, prepare
 from outcore.disk.layout import Extent
@@ -103,7 +103,8 @@ def point(job: BenchJob, name: str) -> Point:
     """Predict, then measure; in a process of its own."""
     prepared = prepare(job.folder, **options(job))
     plan, read_gbps = prepared.plan, prepared.calibration.read_gbps
-    low_s, high_s = token_range_s(plan)
+    spread = SPREAD if plan.calibrated else ASSUMED_SPREAD
+    low_s, high_s = plan.token_s / spread, plan.token_s * spread
     del prepared
     clear_cache()
     row = measure(job)

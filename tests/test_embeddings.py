@@ -123,6 +123,21 @@ def test_a_model_that_makes_vectors_is_refused_where_text_is_wanted(tmp_path: Pa
         outcore.load(str(folder))
 
 
+@needed
+def test_info_and_plan_count_texts_and_agree_on_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import embed_zoo
+    from outcore.cli.main import main
+
+    folder = str(embed_zoo.save_checkpoint("bert", tmp_path / "m"))
+    assert main(["info", folder, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["resident_budget_bytes"] >= told["smallest_budget_bytes"]  # both with texts of a pass at once
+    memory = ["--memory", f"{told['smallest_budget_bytes']}B"]
+    assert main(["plan", folder, "--no-calibrate", *memory]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "read per pass" in out and "tokens/s (" in out and ") of texts; peak" in out and "first token" not in out
+
+
 # Files
 
 

@@ -20,7 +20,7 @@ from outcore.checkpoint.packed_store import missing_bytes
 from outcore.checks import whole
 from outcore.cli.console import console, listing, table
 from outcore.cli.flags import loading_options
-from outcore.cli.plan import facts, held
+from outcore.cli.plan import counted_by, facts, held
 from outcore.decode.budget import asked_budget
 from outcore.decode.preparation import Preparation, prepare
 from outcore.errors import BudgetError, OutcoreError
@@ -47,7 +47,7 @@ def describe(prepared: Preparation) -> dict[str, Any]:
     for tensor in profile.lazy.checkpoint.tensors.values():
         dtypes[tensor.dtype] += tensor.nbytes
     quantization = profile.lazy.config.get("quantization")
-    layers = sum(layer.resident for layer in size.layers)
+    layers, step = sum(layer.resident for layer in size.layers), prepared.planning.options.get("prefill_step")
     return facts(plan) | {
         "model": str(profile.lazy.checkpoint.folder),
         "model_type": profile.lazy.config.get("model_type"),
@@ -66,7 +66,7 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "draft": prepared.draft.name if prepared.draft is not None else None,
         "context_bytes": plan.cache_bytes,
         "to_pack_bytes": missing_bytes(profile.lazy, profile.layers),
-        "resident_budget_bytes": resident_budget(prepared.planning.largest),
+        "resident_budget_bytes": resident_budget(prepared.planning.largest, step),
         "resident_units": list(plan.resident),
         "streamed_units": list(plan.streamed),
         "by_row_bytes": size.tables,
@@ -86,7 +86,7 @@ def _between(numbers: Iterable[int], say: Any = str) -> str:
 
 
 def _show(r: dict[str, Any], prepared: Preparation) -> None:
-    quantization, plan = r["quantization"] or {}, prepared.plan
+    quantization, plan, (per, images) = r["quantization"] or {}, prepared.plan, counted_by(prepared)
     kind = ", ".join(f"{k} {v}" for k, v in quantization.items()) or "none"
     dtypes = ", ".join(f"{name} {format_size(n)}" for name, n in sorted(r["bytes_by_dtype"].items()))
     experts = [e for layer in prepared.profile.size.layers if (e := layer.experts) is not None]
@@ -100,7 +100,7 @@ def _show(r: dict[str, Any], prepared: Preparation) -> None:
     if prepared.planning.kind not in (AUTO, NONE):
         tokens += f", with drafts by {r['draft']} (--draft)"
     rows = [
-        ("model", f"{r['model']} ({r['model_type']})"),
+        ("model", f"{r['model']} ({r['model_type']}{', ' * bool(images)}{images})"),
         ("quantization", kind),
         ("packed with", f"--coding {r['coding']}" if r["coding"] != PLAIN else ""),
         ("on disk", f"{format_size(r['checkpoint_bytes'])} ({dtypes})"),
@@ -118,7 +118,7 @@ def _show(r: dict[str, Any], prepared: Preparation) -> None:
     out.print(listing([row for row in rows if row[1]]))
     if prepared.refused is not None:
         return
-    out.print(f"With {format_size(plan.budget_bytes)}: {held(plan)}; peak {format_size(plan.peak_bytes)}.")
+    out.print(f"With {format_size(plan.budget_bytes)}: {held(plan, per)}; peak {format_size(plan.peak_bytes)}.")
     if plan.streamed and r["to_pack_bytes"]:
         out.print(f"First use packs {format_size(r['to_pack_bytes'])} that the model uses in another layout.")
     for note in r["notes"]:
@@ -187,7 +187,8 @@ def _row(name: str, folder: Path, context: int | None, budget: int, nbytes: int 
         return _refused(name, nbytes, one_line(e).removeprefix(f"{folder}: ").replace(f"{folder}/", ""))
     except Exception as e:  # mlx-lm may raise anything for a model's configuration
         return _refused(name, nbytes, f"mlx-lm cannot open it: {one_line(e)}")
-    smallest, resident = prepared.plan.smallest_budget_bytes, resident_budget(prepared.profile.size)
+    smallest, step = prepared.plan.smallest_budget_bytes, prepared.planning.options.get("prefill_step")
+    resident = resident_budget(prepared.profile.size, step)
     row = {
         "model": name,
         "folder": str(folder),

@@ -12,9 +12,11 @@ from rich.table import Table
 
 from ..calibration.calibration_file import measuring
 from ..checkpoint.find_model import name_of, resolve_model
+from ..decode.opening import no_text
 from ..decode.preparation import Preparation, prepare
 from ..errors import BudgetError
 from ..machine.memory import last_resort
+from ..packages import modules
 from ..plan.joint_plan import NONE, Choice, Draft, computing_from, expected, knee, speed_curve
 from ..plan.machine_profile import Calibration
 from ..plan.plan import Plan
@@ -30,16 +32,16 @@ from .output import tell
 SPREAD, ASSUMED_SPREAD = 1.25, 2.0
 
 
-def token_range_s(plan: Plan) -> tuple[float, float]:
-    spread = SPREAD if plan.calibrated else ASSUMED_SPREAD
-    return plan.token_s / spread, plan.token_s * spread
+def counted_by(prepared: Preparation) -> tuple[str, str]:
+    """Returns what a model's reading is told for, a pass over texts if it writes none, and that it reads images."""
+    folder, config = prepared.profile.lazy.checkpoint.folder, prepared.profile.lazy.config
+    images = any(package.takes(folder, config) for package in modules("parts").values())
+    return ("pass", "") if no_text(folder) else ("token", "reads images, too (--image)" * images)
 
 
 def run(args: argparse.Namespace) -> None:
     prepared, notes = _prepare(args)
-    args.result.record = show(
-        prepared, prepared.calibration, prepared.plan, last_resort(), notes=notes, quiet=args.quiet
-    )
+    args.result.record = show(prepared, prepared.calibration, prepared.plan, last_resort(), notes, quiet=args.quiet)
 
 
 def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
@@ -84,9 +86,9 @@ def show(
     calibration: Calibration,
     plan: Plan,
     available: int,
+    notes: Sequence[str] = (),
     *,
     device: str | None = None,
-    notes: Sequence[str] = (),
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Prints a plan and the table of other budgets, and returns the JSON document.
@@ -96,24 +98,25 @@ def show(
         device: the device or disk that the plan is for; None: this machine.
         quiet: print the first line only.
     """
-    plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
+    plans, (each, images) = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes]), counted_by(prepared)
+    if each == "pass":  # of as many tokens as a prompt
+        plan, *plans = (replace(p, token_s=p.ttft_s / prepared.profile.size.prompt) for p in (plan, *plans))
     plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
     rising = _rising(plans, plan)
     best, computing = knee(rising, available), computing_from(plans)
     row, name, out = _row(plan, device is not None), name_of(Path(prepared.given)), console()
-    low, high = token_range_s(plan) if plan.predicted and device is None else (None, None)
+    spread = (SPREAD if plan.calibrated else ASSUMED_SPREAD) if plan.predicted and device is None else None
     record = facts(plan) | {
         "model": name,
         "title": f"{name} on {device}" if device else name,
         "device": device,
         "predicted_tps": row["tps"],
-        "predicted_tps_low": 1 / high if high else None,
-        "predicted_tps_high": 1 / low if low else None,
+        "predicted_tps_low": row["tps"] / spread if spread else None,
+        "predicted_tps_high": row["tps"] * spread if spread else None,
         "predicted_ttft_s": row["ttft_s"],
         "predicted_peak_bytes": plan.peak_bytes,
-        "resident_units": row["resident_units"],
+        **{key: row[key] for key in ("resident_units", "expert_slots")},
         "streamed_units": len(plan.streamed),
-        "expert_slots": row["expert_slots"],
         "kept_pieces": sum(len(pieces) for _, pieces in plan.kept),
         "units_per_sweep": len(plan.parts),
         "experts": plan.experts,
@@ -127,19 +130,18 @@ def show(
         "items": _items(plan),
         "curve": [_row(p, device is not None) for p in plans],
         "recommended_budget_bytes": best.budget_bytes if best is not None else None,
-        "computing_limits_from_bytes": computing.budget_bytes if computing else None,
+        "computing_limits_from_bytes": computing and computing.budget_bytes,
         "notes": list(notes),
     }
-    out.print(_headline(record, plan))
+    out.print(_headline(record, plan, each, images and f"; it {images}"))
     if quiet:
         return record
-    items = [(name, format_size(nbytes)) for name, nbytes in record["items"].items()]
-    items = [(f"{name} of {plan.context}" if name == "context" else name, size) for name, size in items]
+    items = [(f"{k} of {plan.context}" if k == "context" else k, format_size(n)) for k, n in record["items"].items()]
     out.print(listing([*items, ("together", format_size(plan.peak_bytes))], "right"))
     if len(rising) > 1:
         # If computing is the limit everywhere, all rows are about as fast: a few are enough.
         few = [p for p in rising if p in (plans[0], plan, best, plans[-1])]
-        out.print(_curve_table(few if computing is plans[0] else rising, plan, best, device is not None))
+        out.print(_curve_table(few if computing is plans[0] else rising, plan, best, device is not None, each))
     for line in _sentences(record, plans, best, computing):
         out.print(line)
     return record
@@ -197,10 +199,6 @@ def _items(plan: Plan) -> dict[str, int]:
 
 
 def _drafts(choices: Sequence[Choice], taken: Choice | None) -> list[dict[str, Any]]:
-
-    def not_weights(plan: Plan) -> int:
-        return plan.cache_bytes + plan.activation_bytes
-
     plain = next((c.planned.plan for c in choices if c.name == NONE and c.planned is not None), None)
     records: list[dict[str, Any]] = []
     for choice in choices:
@@ -216,7 +214,8 @@ def _drafts(choices: Sequence[Choice], taken: Choice | None) -> list[dict[str, A
             "drafted": choice.drafted,
             "draft_bytes": draft.weights if draft is not None else 0,
             # The drafter's caches, snapshots for rollback, and the activations of several tokens instead of one.
-            "beside_bytes": max(0, not_weights(plan) - not_weights(plain)) if plain is not None else 0,
+            "beside_bytes": 0 if plain is None else max(
+                0, plan.cache_bytes + plan.activation_bytes - plain.cache_bytes - plain.activation_bytes),
             "resident_units": len(plan.resident),
             "bytes_per_sweep": plan.bytes_per_token,
             "first_bytes": choice.first,
@@ -233,16 +232,17 @@ def _ends(draft: Draft, tps: float) -> list[float]:
     return [tps * 2 * tokens / (least + most) for tokens in (least, most)] if least < most else []
 
 
-def _headline(record: dict[str, Any], plan: Plan) -> str:
+def _headline(record: dict[str, Any], plan: Plan, each: str, images: str) -> str:
     speed, tps, low = "Speed unknown, as nothing was measured", record["predicted_tps"], record["predicted_tps_low"]
     if tps is not None:
         between = "" if low is None else f" ({about(low)} to {about(record['predicted_tps_high'])})"
-        speed = (
-            f"Predicted{', not measured' if record['device'] else ''}: about {about(tps)} tokens/s{between}, and "
+        first = (
             f"{about(plan.ttft_s)} s to the first token if the prompt has {record['prompt']} tokens (--prompt-tokens)"
         )
+        speed = f"Predicted{', not measured' if record['device'] else ''}: about {about(tps)} tokens/s{between}"
+        speed += " of texts" if each == "pass" else f", and {first}"
     budget, peak = format_size(plan.budget_bytes), format_size(plan.peak_bytes)
-    return f"{record['title']} with {budget}: {held(plan)}. {speed}; peak {peak}."
+    return f"{record['title']} with {budget}: {held(plan, each)}. {speed}; peak {peak}{images}."
 
 
 def _sentences(
@@ -290,19 +290,19 @@ def _draft_lines(rows: Collection[dict[str, Any]]) -> Iterator[str]:
             yield f"  Its first use writes {format_size(row['first_bytes'])} to the cache."
 
 
-def held(plan: Plan) -> str:
+def held(plan: Plan, each: str = "token") -> str:
     if not plan.streams:
         return "everything resident"
     if plan.pools:
-        return f"{plan.held} resident, the others streamed, {format_size(plan.bytes_per_token)} read per token"
+        return f"{plan.held} resident, the others streamed, {format_size(plan.bytes_per_token)} read per {each}"
     kept = sum(len(pieces) for _, pieces in plan.kept)
     text = counted(len(plan.resident), "layer") + (f" and {counted(kept, 'projection')} of others" if kept else "")
     text += f" resident, {len(plan.streamed)} streamed" + (f" in {len(plan.parts)} parts" if plan.split else "")
     text += " and the head" if plan.head_streamed else ""
-    return f"{text} through {plan.slots} slots, {format_size(plan.bytes_per_token)} read per token"
+    return f"{text} through {plan.slots} slots, {format_size(plan.bytes_per_token)} read per {each}"
 
 
-def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, predicted: bool) -> Table:
+def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, predicted: bool, each: str = "token") -> Table:
     rows = []
     for p in plans:
         marks = ["← this plan"] * (p.budget_bytes == plan.budget_bytes)
@@ -316,4 +316,4 @@ def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, predicted
             about(1 / p.token_s) if known else "-",
             " ".join(marks),
         ])  # fmt: skip
-    return table([">memory", ">resident", ">read/\ntoken", ">first\ntoken", ">tokens/s", ""], rows)
+    return table([">memory", ">resident", f">read/\n{each}", f">first\n{each}", ">tokens/s", ""], rows)

@@ -245,7 +245,7 @@ def speed_curve(
         also: further budgets between these.
     """
     least = planning.smallest
-    most = max(least, resident_budget(planning.largest))
+    most = max(least, resident_budget(planning.largest, planning.options.get("prefill_step")))
     steps = [least + i * (most - least) // (points - 1) for i in range(points)]
     budgets = sorted({*steps, *(b for b in also if least <= b <= most)})
     return [planning.at(budget, calibration).plan for budget in budgets]

@@ -274,9 +274,9 @@ def refusal(size: ModelSize, budget: int, least: int, resident: int | None = Non
     )
 
 
-def resident_budget(size: ModelSize) -> int:
-    """Returns the smallest budget in bytes with which everything stays resident."""
-    return Candidates(size).at(len(size.layers), False, _thriftiest_step(size), 0, 0).peak
+def resident_budget(size: ModelSize, step: int | None = None) -> int:
+    """Returns the smallest budget in bytes with which everything stays resident; ``step``: as in ``make_plan``."""
+    return Candidates(size).at(len(size.layers), False, min(step or _thriftiest_step(size), size.prompt), 0, 0).peak
 
 
 def _thriftiest_step(size: ModelSize) -> int:
