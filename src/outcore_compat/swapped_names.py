@@ -46,8 +46,8 @@ class SwappedNames:
         """Yields each module's name and namespace, with a name in it and its value, whose identity is wanted."""
         for module, loaded in list(sys.modules.items()):
             own = module.partition(".")[0].partition("_")[0] == self._except_in
-            if isinstance(loaded, ModuleType) and not own:
-                # Not getattr: some modules make attributes on demand.
+            if issubclass(type(loaded), ModuleType) and not own:
+                # Neither isinstance nor getattr: some objects only say that they are modules, some make attributes.
                 names: dict[str, Any] = object.__getattribute__(loaded, "__dict__")
                 # Most have none: a look at all values at once takes a tenth of one at each name.
                 if not wanted.isdisjoint(map(id, list(names.values()))):
