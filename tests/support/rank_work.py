@@ -421,7 +421,7 @@ def while_others_are_late(link: Link, folder: Path, late: int) -> list[float]:
     return found
 
 
-LATE_S = 0.05
+LATE_S = 0.2  # more than a pass takes on a busy machine
 
 
 def _did(session: Any) -> dict[str, Any]:
