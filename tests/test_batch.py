@@ -26,6 +26,7 @@ from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 from outcore.plan.planner import make_plan
 from outcore.plan.workload import Workload
+from stand_ins import TokensOnly
 from test_plan import model as sized
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [20], [30 + i for i in range(14)], [50, 51, 52], [60 + i for i in range(6)]]
@@ -120,6 +121,24 @@ def test_a_model_loaded_for_one_sequence_makes_room_for_several(short: Path, tok
         assert session.size.sequences > 1 and session.plan.streams
         assert got.stats.generation_tokens == sum(map(len, expected)) and got.stats.prompt_tokens == 33
         assert session.plan.peak_bytes <= session.plan.budget_bytes
+
+
+def test_prompts_that_are_longer_than_planned_are_read_in_parts(tmp_path: Path) -> None:
+    folder, prompts = (
+        zoo.save_checkpoint("llama", tmp_path / "m"),
+        [[5 + i * 7 % 90 for i in range(n)] for n in (99, 9)],
+    )
+    options: dict[str, Any] = {"context": 128, "prompt": 16, "govern": False, "draft": "none"}
+    memory = prepare(folder, memory=1, least=True, **options).planning.smallest
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model, _ = outcore.load_model(folder, memory=memory, **options)
+    with model.outcore:
+        batch = outcore.batch_generate(model, TokensOnly(), prompts, max_tokens=2, return_token_ids=True)
+        assert mx.get_peak_memory() + mx.get_cache_memory() - before <= memory
+        alone = [outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=2) for prompt in prompts]
+        assert batch.token_ids == [[r.token for r in each] for each in alone]
 
 
 def test_what_mlx_lms_function_takes_and_gives(short: Path, tokenizer: Any, capsys: Any) -> None:

@@ -304,11 +304,14 @@ def test_a_prompt_is_read_in_parts_where_there_is_no_room_for_all_of_it(
         readings = -(-150 // 16)
         assert session.metrics.sweeps == readings + 2
         assert replace(session.size, prompt=150).further_readings(chunk) == readings - 1
+        # Passes of 9 tokens, two of which pass the 16 that share a planned reading.
+        list(outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=1, prefill_step_size=9))
+        assert session.metrics.sweeps == readings + 2 + 149 // 9
         # In the middle of the second part.
-        seen = [0]
+        seen, begun = [0], session.metrics.sweeps
 
         def stop() -> None:
-            seen[0] += session.metrics.sweeps == readings + 4
+            seen[0] += session.metrics.sweeps == begun + 2
             if seen[0] == 2:
                 raise KeyboardInterrupt
 

@@ -101,7 +101,7 @@ def run_passes(
     if prompts and not each_alone:
         lengths = [each.tokens for each in passes[:prompts]]
         graph = session.size.graph(on_cpu(), session.plan.split)
-        (most,) = session.transport.leasts([session.size.in_reading(max(lengths))])
+        (most,) = session.transport.leasts([session.size.in_reading(max(session.plan.prefill_step, *lengths))])
         counts = list(session.transport.numbers(lambda: graph.readings(lengths, context, most)))
     counts[-1] += len(passes) - sum(counts)
     at = 0

@@ -329,7 +329,6 @@ def _plan_for_several(
     size: ModelSize, o: LoadOptions, *, alone: bool, budget: int, calibration: Calibration
 ) -> tuple[ModelSize, Plan]:
     """Returns the size and the plan for sequences that share passes; ``alone``: for one sequence at a time."""
-    plan_for: Callable[..., Plan] = partial(make_plan, calibration=calibration, **ring_options(o))
 
     def planned(size: ModelSize) -> tuple[ModelSize, Plan]:
         planning = Planning(size, options=ring_options(o))
@@ -343,7 +342,7 @@ def _plan_for_several(
     workload = cast(Workload, o.sequences)
     workload = replace(workload, most=1, least=1) if alone else workload
     try:
-        return workload.choose(size, partial(plan_for, budget=budget))
+        return workload.choose(size, partial(make_plan, budget=budget, calibration=calibration, **ring_options(o)))
     except BudgetError:
         return planned(for_sequences(size, workload.least))
 

@@ -377,12 +377,12 @@ class Scheduler:
         """Returns the prompts to finish in this step, and one prompt of which to compute some chunks."""
         going = len(self._rows) > len(self._prefills)
         if self._planned or not self._session.transport.alone or (together and not going):
-            # Ranks compute one chunk each at the same time; and where no sequence waits for a token, whole prompts
-            # share one reading of the weights.
+            # Ranks compute one chunk each at the same time; where no sequence waits, whole prompts are computed.
             return self._prefills.next(chunk, math.inf)
         # The planned chunk may be short because prompts were; several of these together make a chunk of good length.
         room = (self._asked_step or max(chunk, ENOUGH_STEP)) * (self._prefills.chunks if together else 1)
-        return self._prefills.next(chunk, min(room, self._session.size.in_reading(chunk)))
+        longest = max(chunk, self._session.plan.prefill_step)
+        return self._prefills.next(chunk, min(room, self._session.size.in_reading(longest)))
 
     def _taken_out(self, new: Collection[int]) -> list[ScheduledSequence]:
         """Closes the current decoder, to change to one of the other kind. Returns its sequences, with their caches;

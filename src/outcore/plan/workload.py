@@ -13,7 +13,7 @@ from functools import cached_property
 from ..errors import BudgetError, PromptError
 from .model_size import ModelSize
 from .plan import ANSWER, Plan
-from .planner import WORTH
+from .planner import WORTH, reading_sizes
 
 # Default limit of sequences: mlx-lm's number, and the most that compute is calibrated for.
 MOST = 32
@@ -90,14 +90,17 @@ class Workload:
             BudgetError: not even the fewest sequences fit.
         """
         best: tuple[ModelSize, Plan] | None = None
-        for candidate in self.sizes(size):
+        shorter = reading_sizes(next(self.sizes(size)))  # the last resort
+        for candidate in (*self.sizes(size), *shorter[1:]):
+            if best is not None and candidate.reading < size.reading:
+                break
             try:
                 plan = plan_for(candidate)
             except BudgetError:
                 continue
             if best is None or self._seconds(candidate, plan) < WORTH * self._seconds(*best):
                 best = candidate, plan
-        return best or (fewest := next(self.sizes(size)), plan_for(fewest))  # which raises again
+        return best or (shorter[-1], plan_for(shorter[-1]))  # which raises again
 
     def _seconds(self, size: ModelSize, plan: Plan) -> float:
         return self.passes(size) * plan.token_s
