@@ -28,10 +28,12 @@ from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.main import main
 from outcore.decode import prefix_cache as made
 from outcore.decode import text_drafts
+from outcore.decode.preparation import prepare
 from outcore.decode.request import Request
 from outcore.decode.scheduler import Scheduler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
+from outcore.plan.planner import smallest_budget
 from outcore.serve.events import Begun, Finished, GenerationRequest
 from outcore_prefix import blocks as on_disk
 from outcore_prefix import prefix_cache as prompts
@@ -91,6 +93,16 @@ def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 KINDS = ("llama4", "gpt_oss", "longcat_flash")
 """Chunks, sliding windows, several caches in one layer; recurrent states are in what the other tests have."""
+
+
+def test_a_prompt_is_not_read_in_more_parts_to_be_stored(tmp_path: Path) -> None:
+    folder, options = zoo.save_checkpoint("qwen3_5", tmp_path / "model"), {"context": 900, "prompt": 700}
+    size = prepare(folder, memory="1GB", govern=False, draft="none", **options).profile.size
+    # Room for a prompt in one reading, but not for its states, too.
+    model = opened(folder, memory=smallest_budget(size) + size.states // 2, **options)
+    with model.outcore as session:
+        _, stored = made.room_to_record(session, 701, 700, None, 0)
+        assert (stored, session.size.further_readings(session.plan.prefill_step)) == (False, 0)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -362,9 +362,9 @@ def to_token(request: Request, token: int, logprobs: mx.array, drafted: bool = F
     return Token(request.uid, token, values[0], tuple(zip(top, values[1:], strict=True)), scores, drafted)
 
 
-def make_room(session: Session, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
+def make_room(session: Session, tokens: int, prompt: int = 1, step: int | None = None, *more: Any) -> int:
     """Makes room as ``Residency.reserve``, but does nothing for a closed session. Returns the prompt tokens to compute
     at a time."""
     if session.closed:
         return step or session.plan.prefill_step
-    return session.residency.reserve(tokens, prompt, step, kept)
+    return session.residency.reserve(tokens, prompt, step, *more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -116,10 +117,7 @@ def captured_bytes(session: Session, tokens: int) -> int:
 def room_to_record(session: Session, tokens: int, prompt: int, step: int | None, kept: int) -> tuple[int, bool]:
     """Makes room as ``make_room`` does, and if possible also for storing the prompt in the prefix cache. Returns the
     prompt tokens to compute at a time, and whether the prompt can be stored."""
-    captured = captured_bytes(session, prompt)
-    try:
-        return make_room(session, tokens, prompt, step, kept + captured), True
-    except BudgetError:
-        if not captured:
-            raise
-    return make_room(session, tokens, prompt, step, kept), False
+    if captured := captured_bytes(session, prompt):
+        with suppress(BudgetError):
+            return make_room(session, tokens, prompt, step, kept + captured, False), True
+    return make_room(session, tokens, prompt, step, kept), not captured

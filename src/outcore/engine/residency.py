@@ -45,12 +45,13 @@ class Residency:
         without = draft.profile_without(self.session.profile, self.session.plan.head_streamed)
         return self._could_hold(tokens, prompt, without.size)
 
-    def reserve(self, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
+    def reserve(self, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0, cut: bool = True) -> int:
         """Makes room for a context of ``tokens`` tokens, ``prompt`` of which are the prompt's.
 
         Args:
             step: tokens of the prompt to compute at a time; None: as many as there is room for.
             kept: bytes of the caches that a failed pass is rolled back to.
+            cut: readings of the weights may be for fewer tokens of a prompt than so far.
 
         Returns:
             tokens of the prompt to compute at a time.
@@ -79,13 +80,13 @@ class Residency:
         elif prompt <= 1:  # an answer needs no longer chunks
             steps = [plan.prefill_step, *(s for s in steps if s < plan.prefill_step)]
         ways = [larger, [replace(each, drafted=0) for each in larger]] if size.drafted else [larger]
-        sizes = [each for way in ways for each in (*way, *reading_sizes(way[-1])[1:])]
+        sizes = [each for way in ways for each in (*way, *(reading_sizes(way[-1])[1:] if cut else ()))]
         try:
             self._fit_one_of(sizes, steps)
         except BudgetError:
             if plan.streams and self._fits_undrafted(sizes[-1], steps):
                 self.layers.give_up_draft()
-                return self.reserve(tokens, prompt, step, kept)
+                return self.reserve(tokens, prompt, step, kept, cut)
             raise self._refusal(sizes[-1], tokens, prompt, kept, steps[-1]) from None
         if size.drafted and not session.size.drafted and session.drafting is not None and session.plan.streams:
             session.note(f"nothing is drafted: with a text of {tokens} tokens the budget has no room for draft tokens")

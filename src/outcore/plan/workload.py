@@ -7,6 +7,7 @@ the one that answers all requests soonest in simulation is taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -94,12 +95,10 @@ class Workload:
         for candidate in (*self.sizes(size), *shorter[1:]):
             if best is not None and candidate.reading < size.reading:
                 break
-            try:
+            with suppress(BudgetError):
                 plan = plan_for(candidate)
-            except BudgetError:
-                continue
-            if best is None or self._seconds(candidate, plan) < WORTH * self._seconds(*best):
-                best = candidate, plan
+                if best is None or self._seconds(candidate, plan) < WORTH * self._seconds(*best):
+                    best = candidate, plan
         return best or (shorter[-1], plan_for(shorter[-1]))  # which raises again
 
     def _seconds(self, size: ModelSize, plan: Plan) -> float:
