@@ -314,6 +314,20 @@ def test_states_that_cannot_be_read_are_no_states(made: Any) -> None:
         assert any("cannot read the states of this type of model" in note for note in session.notes)
 
 
+def test_models_of_mlx_vlm_that_keep_their_sizes_in_config_are_drafted_for(tmp_path: Path) -> None:
+    pytest.importorskip("mlx_vlm", reason="needs the extra vision", exc_type=ImportError)
+    import vision_zoo
+
+    folder = vision_zoo.save_checkpoint("dots_ocr", tmp_path / "model")
+    with (model := opened(folder, "none")).outcore:
+        text = tokens(model, 12)
+    # The drafter fits the tiny llama's width, tokens and layers, which are this one's too.
+    drafter = drafter_files.save_eagle3("llama", tmp_path / "own", sorted(set(text)), speculators_config={})
+    with (model := opened(folder, drafter, resident=0)).outcore as session:
+        assert tokens(model, 12) == text and session.drafting.name == "own"
+        assert 0 < session.metrics.accepted < session.metrics.drafted
+
+
 def test_specforge_s_names_are_read(made: Any, tmp_path: Path) -> None:
     folder, drafter, _ = made("llama")
     theirs = tmp_path / "theirs"

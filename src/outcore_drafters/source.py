@@ -161,14 +161,13 @@ def target_of(profile: ModelProfile) -> DraftedModel:
         text = text_model(lazy.model)
         inner = trunk(text)
         if "embed_tokens" not in inner or "norm" not in inner:
-            raise AttributeError("embed_tokens and norm")
-        return DraftedModel(
-            text.args.hidden_size, text.args.vocab_size, len(inner.layers), lazy.config.get("model_type")
-        )
+            raise AttributeError("no embed_tokens or no norm beside the layers")
+        said = text.args if hasattr(text, "args") else text.config
+        return DraftedModel(said.hidden_size, said.vocab_size, len(inner.layers), lazy.config.get("model_type"))
     except AttributeError as e:
         raise UnsupportedModelError(
             f"{lazy.checkpoint.folder}: published drafters cannot draft for models of type "
-            f"{lazy.config.get('model_type')}, which have no {one_line(e)}; draft ngram"
+            f"{lazy.config.get('model_type')}, which are not built as most are ({one_line(e)}); draft ngram"
         ) from e
 
 
