@@ -183,7 +183,9 @@ def now() -> tuple[int, int]:
 def needs(session: Any) -> tuple[int, int]:
     plan = session.plan
     spare = 0 if plan.streams else max(0, plan.budget_bytes - plan.peak_bytes)
-    return plan.budget_bytes - plan.allocator_bytes - session.size.ahead, plan.allocator_bytes + spare
+    return plan.budget_bytes - plan.allocator_bytes - session.size.ahead(
+        plan.prefill_step
+    ), plan.allocator_bytes + spare
 
 
 @pytest.mark.parametrize("memory", ["100MB", "2MB"])

@@ -54,6 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "vocabulary": zoo.save_checkpoint("phi3small", root / "vocabulary"),
         "masks": zoo.save_checkpoint("deepseek_v3", root / "masks"),
         "rounds": zoo.save_checkpoint("iquestloopcoder", root / "rounds"),
+        "rewritten": saved("jamba", root / "rewritten", mamba_d_state=128),
         "own caches": zoo.save_checkpoint("deepseek_v41", root / "own"),
     }
 
@@ -71,6 +72,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("vocabulary", 200, {}, 0),
         ("rounds", 240, {}, 4),
         ("own caches", 280, {}, 0),
+        ("rewritten", 100, {}, 0),  # states, copied for each token: what MLX may queue beyond its limit
         ("dense", 300, {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 250}, 0),
     ],
     ids=[
@@ -84,6 +86,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "vocabulary",
         "layers that are not called",
         "caches of its own",
+        "rewritten states",
         "quantized late",
     ],
 )

@@ -153,8 +153,8 @@ class Engine:
             cache=plan.allocator_bytes + left_over,
             # MLX allocates for queued work in advance, up to this limit, then waits for work to finish. While it
             # waits, freed memory counts late or not at all.
-            memory=plan.budget_bytes - plan.allocator_bytes - self.size.ahead,
-            waits=plan.streams,
+            memory=plan.budget_bytes - plan.allocator_bytes - self.size.ahead(plan.prefill_step),
+            waits=plan.streams or self.size.rewritten,
             wired=plan.peak_bytes,
         )
         self._give_back = limits.hold(self.model, needs)

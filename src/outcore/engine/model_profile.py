@@ -269,6 +269,7 @@ def _model_size(
         versions=trace.passing.versions,
         masked=trace.passing.masked,
         expanded=trace.passing.expanded,
+        rewritten=trace.rewritten and by_token,
         state=trace.state_bytes * (UNDER_WAY_OPERATIONS if trace.rewritten else 1) if by_token else 0,
         rest=REST_BYTES if by_token and trace.known else UNKNOWN_BYTES,
         copied=COPIED if by_token else COPIED_ELSEWHERE,

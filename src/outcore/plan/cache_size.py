@@ -145,14 +145,6 @@ class CacheSize(Texts):
         return self.states + held_bytes(growing, self.context) + tails + moving
 
     @property
-    def ahead(self) -> int:
-        """Bytes that states and caches of several sequences may take beyond MLX's memory limit, which MLX checks once
-        in ten operations."""
-        if self.sequences == 1:
-            return 0
-        return max([STATES * self.sequences * self.fixed, *(MERGED * n for n in self._merged)])
-
-    @property
     def _merged(self) -> list[int]:
         # Caches that were padded or cut grow by whole steps from any length.
         tokens = self.room + self.sequences * self.step

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..plan.cache_size import ALL, STATES, CacheSize
+from ..plan.cache_size import ALL, MERGED, STATES, CacheSize
 from ..sizes import ARRAY_BYTES, KV_STEP, held_bytes, most_unit
 from .partition import LayerSize
 
@@ -21,8 +21,7 @@ LOGITS_COPIES = 6
 # device with 512 tokens, no tiny model of mlx-lm took more, except one with unknown caches, which took 0.7 MB more.
 REST_BYTES, UNKNOWN_BYTES = 500_000, 2_000_000
 
-# Operations that MLX queues on the CPU device before it waits for the first, each holding its memory (MAX_ACTIVE_TASKS,
-# transforms.cpp).
+# Versions of a rewritten array that are counted: on the CPU device MLX queues more, but waits at its memory limit.
 UNDER_WAY_OPERATIONS = 10
 
 # ``ModelSize.logits`` counts six float32 arrays as wide as the vocabulary. Several sequences hold three at once:
@@ -111,6 +110,7 @@ class ActivationSize(CacheSize):
         score: attention scores per token of a chunk and token of context.
         window: KV per token of a chunk that sliding windows keep beyond their size until the next token.
         state: a recurrent state, if the recurrence is computed token by token and keeps a state for each; else 0.
+            ``rewritten``: it has all versions under way of an array of them.
         logits: one token's logits and sampling's copies of them.
         workspace: reserved by the device's libraries.
         batches: activations of whole batches evaluated in one call, beyond those of a prompt.
@@ -128,6 +128,7 @@ class ActivationSize(CacheSize):
     window: int
     state: int
     logits: int
+    rewritten: bool = False
     between: int = 0
     workspace: int = 0
     batches: int = 0
@@ -205,6 +206,12 @@ class ModelSize(ActivationSize):
     def further_readings(self, chunk: int) -> int:
         """Returns how many readings of the weights the longest prompt takes after the first."""
         return max(0, self.prompt - 1) // self.in_reading(chunk)
+
+    def ahead(self, chunk: int) -> int:
+        """Returns bytes that passes of ``chunk`` tokens may take beyond MLX's memory limit: ten operations' memory."""
+        rewritten = chunk * self.state // 2 * self.rewritten
+        merged = (STATES * self.sequences * self.fixed, *(MERGED * n for n in self._merged))
+        return max(rewritten, *merged) if self.sequences > 1 else rewritten
 
     @property
     def logits_row(self) -> int:
