@@ -68,7 +68,7 @@ def test_a_second_run_finds_what_the_first_one_kept(
     folder = folder_of(model_type)
     options: dict[str, Any] = {"memory": memory, "prefix_cache": "on"}
     if memory is None:
-        options["memory"] = int(1.1 * outcore.plan_model(folder, memory="60MB", **LOAD).smallest_budget_bytes)
+        options["memory"] = int(1.3 * outcore.plan_model(folder, memory="60MB", **LOAD).smallest_budget_bytes)
     cold = run(folder, TEXT, **options)
     assert BLOCK % cold[3] and (cold[3] > BLOCK) == (memory is not None), "a chunk that fits to blocks shows nothing"
     theirs = mlx_lm.stream_generate(mlx_lm.utils.load_model(folder)[0], TokensOnly(), TEXT, max_tokens=3)
