@@ -167,7 +167,13 @@ def row_of(kind: str, name: str, shelf: Shelf) -> dict[str, Any]:
         except Exception as e:
             if result.why.startswith(f"{type(e).__name__}: {e}"[:200]):
                 end = "mlx-vlm fails, too"
-    return {"type": kind, "case": name, "end": end, "why": result.why[:300], "idle": result.idle}
+    return {
+        "type": kind,
+        "case": name,
+        "end": end,
+        "why": result.why.replace(sysconfig.get_path("purelib") + "/", "")[:300],
+        "idle": result.idle,
+    }
 
 
 def main() -> None:
