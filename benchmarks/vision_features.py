@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sysconfig
 import tempfile
 import warnings
 from collections import Counter
