@@ -20,10 +20,12 @@ from mlx_lm.models.cache import make_prompt_cache
 import outcore
 import zoo
 from combined_models import save_tokenizer
+from outcore.checks import parse_size
 from outcore.cli.main import main
 from outcore.decode.preparation import prepare
 from outcore.errors import UsageError
 from outcore_drafters import command, published
+from outcore_drafters.commands import DRAFT
 from outcore_drafters.config import kind_of, open_drafter
 from outcore_drafters.drafter import DraftedModel
 from outcore_drafters.train import collect, drafter_files, network, products, texts, training
@@ -364,6 +366,19 @@ def test_a_streamed_models_embeddings_are_read_for_training(
     assert mx.array_equal(tables[0], theirs.model.embed_tokens.weight)
     assert mx.array_equal(tables[1], theirs.lm_head.weight)
     assert given[0] <= 10**9 - sum(table.nbytes for table in tables)
+
+
+@pytest.mark.parametrize("hidden, layers", [(384, 16), (4096, 32), (5120, 64)])
+def test_what_is_written_by_default_holds_states_and_weights(hidden: int, layers: int) -> None:
+    """The 28M, a 9B and a 27B with the drafter's default size: weights are saved twice or more often, beside states of
+    some hundred texts."""
+    heads = hidden // 128
+    inner = int(command.WIDTH * hidden) // 64 * 64
+    shape = Shape(hidden, heads, max(1, heads // 4), 128, inner, 8192, (1, layers // 2, layers - 1))
+    default = next(flag for flag in DRAFT if not isinstance(flag, str) and "--disk" in flag.names).settings["default"]
+    states, saves = command.disk_shares(disk := parse_size(default), shape.parameters)
+    assert saves >= 2 and states >= 400 * 192 * 3 * hidden * 2
+    assert states + saves * shape.parameters * 4 * 4 + shape.parameters * 2 <= disk
 
 
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\0"])

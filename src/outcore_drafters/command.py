@@ -241,20 +241,20 @@ class Job:
         """Chooses how many texts fit on the disk, and refuses other settings than a begun training's."""
         args, shape = self._args, self.shape
         row = (PROMPT + args.max_tokens) * (3 * shape.hidden * 2 + 4 + 6 * collect.LIKELY)
-        saved = shape.parameters * 4 * 5  # weights twice, for the best and the last, and the optimizer's two averages
         disk, room = parse_size(args.disk, flag="--disk"), self._work.free_bytes + self._work.own_bytes
         if disk > room:
             raise UsageError(f"--disk {args.disk}: {format_size(room)} are free there")
-        # Half of what may be written is for states, half for weights.
-        limit, self._saves = disk // 2, min(SAVES, disk // 2 // saved)
+        # Half of what may be written is for weights, or what two evaluations need; the rest is for states.
+        limit, self._saves = disk_shares(disk, shape.parameters)
         known = self._work.settings
         if known and known["texts"] > self._together:
             raise BudgetError(f"--memory: this training was begun with room for {known['texts']} texts at once")
         # A file's texts are those of a pass, so that no more states than its own are in memory.
         self.texts = known["texts"] if known else max(1, min(self._together, limit // row // 2))
         count = known["count"] if known else limit // (row * self.texts)
-        if count < 2 or self._saves < 2:
-            raise UsageError(f"--disk {args.disk}: give at least {format_size(4 * max(row * self.texts, saved))}")
+        if count < 2:
+            needs = max(disk - limit, 2 * row * self.texts) + 2 * row * self.texts
+            raise UsageError(f"--disk {args.disk}: give at least {format_size(needs, round_up=True)}")
         self.shards = collect.Shards(self._work.states, int(count))
         self._used = {
             "model": str(self._folder), "share": args.share, "tokens": args.max_tokens, "temp": args.temp or 0.0,
@@ -336,6 +336,15 @@ class Job:
             needs = format_size(fixed + each)
             raise BudgetError(f"--memory: training this drafter needs {needs}; give that, or a smaller --share")
         return int(min(rows, most))
+
+
+def disk_shares(disk: int, parameters: int) -> tuple[int, int]:
+    """Returns how many of the bytes that may be written are for states (negative: they are too few), and how often
+    weights are saved."""
+    # Each time the best weights, and the last with the optimizer's two averages; at the end the drafter in bfloat16.
+    saved, drafter = parameters * 4 * 4, parameters * 2
+    weights = max(disk // 2, 2 * saved + drafter)
+    return disk - weights, min(SAVES, (weights - drafter) // saved)
 
 
 def _beside(folder: Path) -> int:
