@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,7 @@ def test_a_saved_drafter_drafts_what_the_trained_network_does(parts: tuple[mx.ar
     tokens = mx.random.randint(0, SHAPE.vocabulary, (1, LENGTH)).astype(mx.int32)
     states = mx.random.normal((1, LENGTH - 1, 3 * SHAPE.hidden))
 
+    net.coarsen()
     made = net.guesses(tokens, states, *parts, FIRST, 3, own=True)
 
     text, done = drafter.text(Shared(*parts)), 0
@@ -510,11 +513,52 @@ def test_the_loss_and_its_gradient_are_those_of_cross_entropy(
             weight = weight + 0.9**n * batch["counts"][:, n + 2 :].sum()
         return total / weight
 
-    found = nn.value_and_grad(net, lambda net: network.loss(net, batch, table, head, 2))(net)
+    found = network.gradients(net, batch, table, head, 2)
+    for _, matrix in net.matrices:  # MLX's own products and gradients, with the weights that were used
+        matrix.weight = products.coarse(matrix.weight)
+        matrix.__class__ = nn.Linear
     wanted = nn.value_and_grad(net, expected)(net)
     assert mx.allclose(found[0], wanted[0], rtol=1e-5).item()
     for (name, one), (_, other) in zip(tree_flatten(found[1]), tree_flatten(wanted[1]), strict=True):
         assert mx.allclose(one, other, rtol=1e-3, atol=1e-5).item(), name
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("shape", [replace(SHAPE, hidden=256, intermediate=1024), replace(SHAPE, hidden=64)])
+def test_a_step_takes_no_more_memory_than_is_counted(
+    shape: Shape, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mostly weights, and mostly places of texts; the products of a GPU are run on the CPU."""
+    for module in (network, command):
+        monkeypatch.setattr(module, "PIECE", 8 * shape.vocabulary)
+    for module in (products, training, command):
+        monkeypatch.setattr(module, "on_cpu", lambda: not gpu)
+    rows, length, table = 8, 24, mx.random.normal((shape.vocabulary, shape.hidden))
+    states = mx.random.normal((rows, length - 1, 3 * shape.hidden)).astype(mx.float16)
+    likely = mx.random.randint(0, shape.vocabulary, (rows, length - 1, 16)).astype(mx.int32)
+    shards = collect.Shards(tmp_path / "states", 2)
+    for n in range(2):
+        tokens = mx.random.randint(0, shape.vocabulary, (rows, length)).astype(mx.int32)
+        chances = mx.full(likely.shape, 1 / 16).astype(mx.float16)
+        shards.save(n, {"tokens": tokens, "states": states, "likely": likely, "chances": chances})
+    mx.eval(table)
+    (tmp_path / "work").mkdir()
+    gc.collect()
+    before = mx.get_active_memory()
+    net = Network(shape, mx.ones(shape.hidden))
+    trained = training.Trainer(
+        net, table, table, shards, prompt=length - 8, ends=[], rows=rows, seconds=60, folder=tmp_path / "work", seed=0
+    )
+    fixed, each = command.step_bytes(shape, length)
+    for step in range(3):
+        mx.reset_peak_memory()
+        value = trained._step(trained._batch(step), training.DEPTH)
+        mx.eval(value, net.parameters(), trained._optimizer.state)
+        assert mx.get_peak_memory() - before <= fixed + rows * each
+        assert mx.get_peak_memory() - before > 0.3 * (fixed + rows * each)  # nor much less
+    mx.reset_peak_memory()
+    trained.tokens_a_pass()
+    assert mx.get_peak_memory() - before <= fixed + rows * each
 
 
 def test_left_out_tokens_are_stood_for_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:

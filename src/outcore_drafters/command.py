@@ -321,21 +321,27 @@ class Job:
 
     def _rows(self, budget: int | None) -> int:
         """Returns texts in a step. Raises ``BudgetError`` if not even one fits."""
-        shape, length = self.shape, PROMPT + self._args.max_tokens
         head = 0 if self._head is self._table else self._head.nbytes
-        # Weights, gradients and averages; three pieces of logits; and for each place of a text, floats of every guess
-        # that its gradient needs.
-        fixed = shape.parameters * 4 * 6 + self._table.nbytes + head + 3 * 4 * PIECE
-        guess = 14 * shape.hidden + 6 * shape.intermediate + 3 * shape.heads * length
-        each = 4 * length * (DEPTH * guess + 12 * shape.hidden)
+        fixed, each = step_bytes(self.shape, PROMPT + self._args.max_tokens)
+        fixed += self._table.nbytes + head
         most = CPU_ROWS if on_cpu() else ROWS
         if budget is None:
             return most
         rows = (budget - fixed) // each
         if rows < 1:
-            needs = format_size(fixed + each)
+            needs = format_size(fixed + each, round_up=True)
             raise BudgetError(f"--memory: training this drafter needs {needs}; give that, or a smaller --share")
         return int(min(rows, most))
+
+
+def step_bytes(shape: Shape, length: int) -> tuple[int, int]:
+    """Returns the bytes that a training step takes beside the model's tables, and those for each of its texts."""
+    # Weights, the optimizer's averages, weights as quantized, gradients, and new ones of some of them; measured: 6.9.
+    fixed = 8 * 4 * shape.parameters + 3 * 4 * PIECE
+    # For each place, floats of every guess that its gradient needs; on a CPU also what they were made of.
+    guess = 20 * shape.hidden + 6 * shape.intermediate + 3 * shape.heads * length
+    each = 4 * length * (DEPTH * guess + 12 * shape.hidden)
+    return fixed, 3 * each if on_cpu() else each
 
 
 def disk_shares(disk: int, parameters: int) -> tuple[int, int]:

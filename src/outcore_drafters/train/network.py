@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
 
 from ..drafter import DraftedModel
 from ..eagle3 import Eagle3
@@ -73,7 +74,7 @@ class Shape:
 
 
 class Network(Eagle3):
-    """The drafter, whose matrices compute as those of ``products.Linear`` do.
+    """The drafter, whose matrices are ``products.Linear``: ``coarsen`` comes before products.
 
     Args:
         norm: the weight (hidden,) of the model's final norm, from which the drafter's starts.
@@ -87,10 +88,20 @@ class Network(Eagle3):
             if type(module) is nn.Linear:
                 module.__class__ = Linear
 
+    def coarsen(self) -> None:
+        for _, matrix in self.matrices:
+            matrix.coarsen()
+
+    @property
+    def matrices(self) -> list[tuple[str, Linear]]:
+        """By name."""
+        return [(name, module) for name, module in self.named_modules() if isinstance(module, Linear)]
+
     def guesses(
         self, tokens: mx.array, states: mx.array, table: mx.array, head: mx.array, first: int, depth: int, own: bool
     ) -> list[mx.array]:
-        """Returns, for each of ``depth`` guesses, the states (texts, places, hidden) that the output head gets.
+        """Returns, for each of ``depth`` guesses, the states (texts, places, hidden) that the output head gets; after
+        ``coarsen``.
 
         Args:
             tokens: int32 (texts, length).
@@ -153,7 +164,13 @@ def _shifted(tokens: mx.array, by: int, places: int) -> mx.array:
 
 
 def _likeliest(states: mx.array, head: mx.array) -> mx.array:
-    return mx.argmax(matmul(states.astype(head.dtype), head.T), axis=-1)
+    """Returns the likeliest tokens int32 (...) of states (..., hidden), in pieces: their logits take memory."""
+    flat, rows = states.reshape(-1, states.shape[-1]).astype(head.dtype), max(1, PIECE // head.shape[0])
+    found = list[mx.array]()
+    for at in range(0, flat.shape[0], rows):
+        found.append(mx.argmax(matmul(flat[at : at + rows], head.T), axis=-1))
+        mx.eval(found)
+    return mx.concatenate(found).reshape(states.shape[:-1]).astype(mx.int32)
 
 
 def _log_sums(states: mx.array, head: mx.array, offsets: mx.array, weights: mx.array) -> mx.array:
@@ -199,8 +216,20 @@ def loss(net: Network, batch: dict[str, Any], table: mx.array, head: mx.array, d
     return total / mx.maximum(weight, 1.0)
 
 
+def gradients(
+    net: Network, batch: dict[str, Any], table: mx.array, head: mx.array, depth: int
+) -> tuple[mx.array, dict[str, Any]]:
+    """Returns ``loss`` and its gradients, a tree as that of the parameters. Arguments as there."""
+    net.coarsen()
+    value, found = nn.value_and_grad(net, lambda: loss(net, batch, table, head, depth))()
+    summed = {f"{name}.weight": matrix.gradient() for name, matrix in net.matrices}
+    made: dict[str, Any] = tree_unflatten(list((dict(tree_flatten(found)) | summed).items()))
+    return value, made
+
+
 def accepted(net: Network, batch: dict[str, Any], table: mx.array, head: mx.array, first: int, depth: int) -> mx.array:
     """Returns int32 (texts, places): how many of ``depth`` guesses are right before the first that is not."""
+    net.coarsen()
     tokens = mx.pad(batch["tokens"], [(0, 0), (0, depth)], constant_values=-1)
     made = net.guesses(batch["tokens"], batch["states"], table, head, first, depth, own=True)
     places = made[0].shape[1]

@@ -36,6 +36,10 @@ def _numpy(a: mx.array, b: mx.array) -> mx.array:
     return mx.array(np.matmul(np.array(a, copy=False), np.array(b, copy=False)))
 
 
+def _plain(a: mx.array, b: mx.array) -> mx.array:
+    return _numpy(a, b) if on_cpu() else a @ b
+
+
 @mx.custom_function
 def _product(a: mx.array, b: mx.array) -> mx.array:
     return _numpy(a, b)
@@ -67,20 +71,57 @@ def log_sums(states: mx.array, head: mx.array, offsets: mx.array) -> tuple[mx.ar
     return mx.array((np.log(added) + highest)[:, 0]), mx.array(made @ weights / added)
 
 
-class Linear(nn.Linear):
-    """Without bias. Computes with its weights as they are when quantized to 4 bits, so that a drafter is trained as it
-    is used; gradients are those of the weights themselves (straight-through estimator, Bengio et al. 2013, arXiv
-    1308.3432)."""
+def coarse(weight: mx.array) -> mx.array:
+    """Returns a matrix as it is when quantized to 4 bits, or unchanged if its rows cannot be."""
+    if (group := next((g for g in GROUPS if weight.shape[-1] % g == 0), None)) is None:
+        return weight
+    made: mx.array = mx.dequantize(*mx.quantize(weight, group, CODE_BITS), group, CODE_BITS)
+    return made
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+
+class Linear(nn.Linear):
+    """A matrix without bias that computes with its weights as they are when quantized to 4 bits, so that a drafter is
+    trained as it is used; gradients are those of the weights themselves (straight-through estimator, Bengio et al.
+    2013, arXiv 1308.3432).
+
+    MLX would keep a gradient as large as the matrix for each product until all are added. Here they are added up as
+    they are made, and ``gradient`` takes the sum.
+    """
+
+    def coarsen(self) -> None:
+        """Quantizes the weights as they are now. To be called before products, and again after ``gradient``."""
+        weight = coarse(self.weight)
+        mx.eval(weight)
+        self._sum: Any = None
+
+        @mx.custom_function
+        def product(x: mx.array) -> mx.array:
+            return _plain(x.reshape(-1, x.shape[-1]), weight.T).reshape(*x.shape[:-1], weight.shape[0])
+
+        @product.vjp
+        def pull(x: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
+            flat, inputs = (a.reshape(-1, a.shape[-1]) for a in (cotangent, x))
+            if on_cpu():  # NumPy's, since MLX keeps what its gradients are made of
+                part: Any = np.matmul(np.array(flat.T, copy=False), np.array(inputs, copy=False))
+            else:
+                part = flat.T @ inputs
+            if self._sum is None:
+                self._sum = part
+            else:
+                self._sum += part
+            return _plain(flat, weight).reshape(x.shape)
+
+        self._product: Any = product
 
     def __call__(self, x: mx.array) -> mx.array:
-        weight = self.weight
-        if (group := next((g for g in GROUPS if weight.shape[-1] % g == 0), None)) is not None:
-            coarse = mx.dequantize(*mx.quantize(weight, group, CODE_BITS), group, CODE_BITS)
-            weight = weight + mx.stop_gradient(coarse - weight)
-        return matmul(x, weight.T)
+        made: mx.array = self._product(x)
+        return made
+
+    def gradient(self) -> mx.array:
+        """Returns the weights' gradient by all products since ``coarsen``."""
+        made = mx.zeros_like(self.weight) if self._sum is None else mx.array(self._sum)
+        self._sum = self._product = None
+        return made
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
@@ -20,7 +19,7 @@ from outcore.machine.device import on_cpu
 from outcore.machine.written import wrote
 
 from .collect import Shards
-from .network import Network, accepted, loss
+from .network import Network, accepted, gradients
 
 # Guesses that are trained for each place, at the end, and guesses that count in "tokens a pass".
 DEPTH, TRIED = 5, 8
@@ -115,14 +114,10 @@ class Trainer:
         return self.progress
 
     def _step(self, batch: dict[str, mx.array], depth: int) -> mx.array:
-        def measured(batch: dict[str, mx.array]) -> mx.array:
-            return loss(self.net, batch, self._table, self._head, depth)
-
-        value, gradients = nn.value_and_grad(self.net, measured)(batch)
-        gradients, _ = optim.clip_grad_norm(gradients, 1.0)
-        self._optimizer.update(self.net, gradients)
-        made: mx.array = value
-        return made
+        value, found = gradients(self.net, batch, self._table, self._head, depth)
+        clipped, _ = optim.clip_grad_norm(found, 1.0)
+        self._optimizer.update(self.net, clipped)
+        return value
 
     def _batch(self, step: int) -> dict[str, mx.array]:
         """Returns the texts of a step: whole files in turn, each in an order drawn anew in each round."""
