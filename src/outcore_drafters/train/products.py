@@ -84,15 +84,15 @@ class Linear(nn.Linear):
     trained as it is used; gradients are those of the weights themselves (straight-through estimator, Bengio et al.
     2013, arXiv 1308.3432).
 
-    MLX would keep a gradient as large as the matrix for each product until all are added. Here they are added up as
-    they are made, and ``gradient`` takes the sum.
+    MLX would make a gradient as large as the matrix for each product before it adds them. Here ``gradient`` makes one
+    of all products' rows.
     """
 
     def coarsen(self) -> None:
         """Quantizes the weights as they are now. To be called before products, and again after ``gradient``."""
         weight = coarse(self.weight)
         mx.eval(weight)
-        self._sum: Any = None
+        self._rows: Any = ([], [])
 
         @mx.custom_function
         def product(x: mx.array) -> mx.array:
@@ -100,16 +100,9 @@ class Linear(nn.Linear):
 
         @product.vjp
         def pull(x: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
-            flat, inputs = (a.reshape(-1, a.shape[-1]) for a in (cotangent, x))
-            if on_cpu():  # NumPy's, since MLX keeps what its gradients are made of
-                part: Any = np.matmul(np.array(flat.T, copy=False), np.array(inputs, copy=False))
-            else:
-                part = flat.T @ inputs
-            if self._sum is None:
-                self._sum = part
-            else:
-                self._sum += part
-            return _plain(flat, weight).reshape(x.shape)
+            for rows, given in zip(self._rows, (cotangent, x), strict=True):
+                rows.append(given.reshape(-1, given.shape[-1]))
+            return _plain(self._rows[0][-1], weight).reshape(x.shape)
 
         self._product: Any = product
 
@@ -119,9 +112,9 @@ class Linear(nn.Linear):
 
     def gradient(self) -> mx.array:
         """Returns the weights' gradient by all products since ``coarsen``."""
-        made = mx.zeros_like(self.weight) if self._sum is None else mx.array(self._sum)
-        self._sum = self._product = None
-        return made
+        cotangents, inputs = (mx.concatenate(rows) for rows in self._rows)
+        self._rows = self._product = None
+        return _plain(cotangents.T, inputs)
 
 
 @contextmanager

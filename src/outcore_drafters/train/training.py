@@ -97,7 +97,6 @@ class Trainer:
             value = self._step(
                 batch, 2 + int(part * (DEPTH - 1))
             )  # deeper guesses are worth more once the first are good
-            mx.eval(value, self.net.parameters(), self._optimizer.state)
             p = self.progress
             now = float(cast(float, value.item()))
             p.loss = now if not p.steps else 0.98 * p.loss + 0.02 * now
@@ -115,8 +114,13 @@ class Trainer:
 
     def _step(self, batch: dict[str, mx.array], depth: int) -> mx.array:
         value, found = gradients(self.net, batch, self._table, self._head, depth)
+        mx.eval(value, found)
         clipped, _ = optim.clip_grad_norm(found, 1.0)
         self._optimizer.update(self.net, clipped)
+        del found, clipped
+        for _, weight in tree_flatten(self.net.parameters()):
+            mx.eval(weight)  # one by one, so that no more than one lies in memory old and new
+        mx.eval(self._optimizer.state)
         return value
 
     def _batch(self, step: int) -> dict[str, mx.array]:
