@@ -208,9 +208,9 @@ def test_a_model_without_a_tokenizer_is_refused_alike_everywhere(
     monkeypatch.setattr("outcore.decode.loader.load_model", lambda *_, **__: pytest.fail("it was loaded"))
     for words in (["generate", "-p", "hi"], ["chat"], ["serve", "--port", "0"]):
         status, out, err = run(capsys, *words, "--model", str(broken))
-        says = f"no tokenizer.json in {broken}; download it again\n"
+        says = f"{broken}: no tokenizer.json here; download it again\n"
         assert (status, out, err) == (1, "", f"outcore {words[0]}: {says}")
-    with pytest.raises(outcore.MissingFileError, match=f"no tokenizer.json in {broken}; download it again"):
+    with pytest.raises(outcore.MissingFileError, match=f"{broken}: no tokenizer.json here; download it again"):
         outcore.load(str(broken))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm.utils
+import outcore_demo_model
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
@@ -22,6 +23,7 @@ import drafter_files
 import drafter_parity
 import outcore
 import zoo
+from outcore.cli.main import main
 from outcore.decode import one_text, preparation, text_drafts
 from outcore.decode.preparation import prepare
 from outcore.decode.sampling import make_sampler
@@ -31,6 +33,7 @@ from outcore.decode.speculative.sources import parse_draft
 from outcore.disk import reader as reader_module
 from outcore.errors import BudgetError, CheckpointError, ReadError, UnsupportedModelError, UsageError
 from outcore.plan.joint_plan import MOST
+from outcore_drafters.config import is_drafter
 from outcore_drafters.proposer import STEP, BlockProposer
 from outcore_drafters.source import SharedParts
 from outcore_drafts.mtp.hidden_states import WINDOW, HiddenStates
@@ -295,6 +298,49 @@ def test_drafters_that_cannot_be_used(made: Any, tmp_path: Path) -> None:
         opened(folder, drafter, head_resident=False)
     with pytest.raises(UsageError, match="give the drafter's folder"):
         opened(folder, "drafter")
+
+
+PUBLISHED = {
+    "eagle3": {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"},
+    "dflash": {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {}},
+    "dspark": {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3"},
+    "of its type": {
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"verifier": {"model_type": "qwen3_5"}},
+    },
+}
+
+
+@pytest.mark.parametrize("tokenizer", [False, True])
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_a_drafter_in_place_of_a_model_is_called_one(
+    form: str, tokenizer: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = drafter_files.save_eagle3("llama", tmp_path / "drafter")
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[form]), encoding="utf-8")
+    for name in ("tokenizer.json", "chat_template.jinja") if tokenizer else ():
+        shutil.copy(Path(outcore_demo_model.__file__).parent / name, folder)
+    (text := tmp_path / "text.txt").write_text("a b c " * 10_000, encoding="utf-8")
+    train = ["draft", "train", "--input", str(text), "--output", str(tmp_path / "new"), "--model"]
+    of = "a model of type qwen3_5" if form == "of its type" else "a model"
+    for words in (["generate", "-p", "hi"], ["chat"], ["info"], ["plan", "--no-calibrate"], train):
+        assert main([*words, str(folder)]) == 1
+        said = f"{folder}: is a drafter for {of}; give that model, with --draft {folder}\n"
+        assert capsys.readouterr().err.endswith(f"outcore {words[0]}: {said}")
+
+
+def test_no_model_s_type_is_taken_for_a_drafter_s() -> None:
+    assert not [t for t, config in zoo.CONFIGS.items() if is_drafter({**config, "model_type": t})]
+
+
+def test_drafts_that_never_happen_are_noted(tmp_path: Path) -> None:
+    folder = zoo.save_checkpoint("dbrx", tmp_path / "model")
+    with (model := opened(folder, "ngram", resident=0)).outcore as session:
+        tokens(model, prompt=[3, 4] * 8)
+        assert session.metrics.drafted == 0 and any("nothing is drafted" in note for note in session.notes)
+    with (model := opened(folder, "ngram", memory="1GB")).outcore as session:
+        tokens(model, prompt=[3, 4] * 8)
+        assert session.metrics.drafted > 0 and not any("nothing is drafted" in note for note in session.notes)
 
 
 def test_a_folder_s_config_says_what_drafts(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ MISTAKES = {
     "info M/model.safetensors": (1, "a file; give its folder instead: "),
     "chat models": (1, "no config.json here; a model folder holds config.json, model*.safetensors"),
     "generate half -p hi": (1, "half-downloaded"),
-    "serve bare --port 0": (1, "no tokenizer.json in bare; download it again"),
+    "serve bare --port 0": (1, "bare: no tokenizer.json here; download it again"),
     "generate M -p hi --draft ngrm": (2, "no such folder; did you mean ngram?"),
     # The server.
     "serve M --port TAKEN": (1, "Address already in use; outcore ps lists your servers, --port 0 picks a free port"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, MissingFileError, UsageError
 from ..machine.settings import short_names
+from ..packages import modules
 from ..text import one_line, quoted
 from .checkpoint import GGUF, not_a_folder, require_config
 
@@ -112,10 +113,16 @@ def download(repo: str, revision: str | None, fetch: Fetch | None = None) -> Pat
 _VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "*tokeniz*.py")
 
 
+def no_text(folder: Path) -> str:
+    """Returns what a model does instead of writing text, as packages say (``no_text``); empty if it writes text."""
+    found = (getattr(package, "no_text", lambda _: "")(folder) for package in modules("model_types").values())
+    return next(filter(None, found), "")
+
+
 def require_tokenizer(folder: Path) -> None:
     """Refuse a folder without a vocabulary, of which transformers makes a tokenizer that knows no words."""
     if not any(path.exists() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
-        raise MissingFileError(f"no tokenizer.json in {folder}; download it again")
+        raise MissingFileError(f"{folder}: {no_text(folder) or 'no tokenizer.json here; download it again'}")
 
 
 def name_of(folder: Path) -> str:

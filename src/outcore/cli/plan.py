@@ -11,8 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from ..calibration.calibration_file import measuring
-from ..checkpoint.find_model import name_of, resolve_model
-from ..decode.opening import no_text
+from ..checkpoint.find_model import name_of, no_text, resolve_model
 from ..decode.preparation import Preparation, prepare
 from ..errors import BudgetError
 from ..machine.memory import last_resort

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..calibration.first_use import check_machine
-from ..checkpoint.find_model import require_tokenizer, resolve_model
+from ..checkpoint.find_model import no_text, require_tokenizer, resolve_model
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import refuse_unknown
 from ..engine.binding import Progress
@@ -29,7 +29,6 @@ from ..modules.mlx_lm_compat import MODEL_TYPES
 from ..options import LoadOptions, chosen
 from ..plan.joint_plan import AUTO, NGRAM, NONE
 from .media import media_reader
-from .opening import no_text
 from .prefix_cache import prefix_cache
 from .preparation import Preparation, prepare
 from .speculative.drafting import Drafting

@@ -25,12 +25,6 @@ def options_for(folder: Path, o: LoadOptions) -> LoadOptions:
     return o
 
 
-def no_text(folder: Path) -> str:
-    """Returns what a model does instead of writing text, as packages say (``no_text``); empty if it writes text."""
-    found = (getattr(package, "no_text", lambda _: "")(folder) for package in modules("model_types").values())
-    return next(filter(None, found), "")
-
-
 @dataclass(frozen=True)
 class Opening:
     """A model's folder as it was named, the load options, and the machine's calibration, if any."""

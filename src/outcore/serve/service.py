@@ -13,11 +13,12 @@ from typing import Any
 
 import mlx.nn as nn
 
+from ..checkpoint.find_model import no_text
 from ..checkpoint.positions import longest_context, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.loader import load_model
 from ..decode.media import media_reader
-from ..decode.opening import no_text, options_for
+from ..decode.opening import options_for
 from ..engine.session import Session
 from ..engine.transport import Forecast
 from ..errors import LinkError, OutcoreError, RequestError
