@@ -197,15 +197,14 @@ def prepare(
         planning = ranks.room_for_draft(opened.planning, o, budget)
         opened = replace(opened, planning=planning, draft=planning.draft)
     profile = opened.profile
+    alone = o.most_sequences > 1 and (profile.trace.evaluates or not mergeable(profile.lazy.model))
     if o.most_sequences > 1:
-        alone = profile.trace.evaluates or not mergeable(profile.lazy.model)
         plan_for = partial(_plan_for_several, profile.size, alone=alone, budget=budget, calibration=opened.calibration)
         size, plan = plan_for(o)
         if ranks is not None:
             size, plan = ranks.several(size, plan, o, plan_for)
         prepared = replace(opened, profile=replace(profile, size=size), plan=plan)
     else:
-        alone = False
         prepared = _planned_for_one(opened, budget, least)
     notes = (*prepared.profile.notes, *_advice(prepared.profile, prepared.plan, opened.planning, o), *opened.notes)
     if alone:
@@ -354,7 +353,10 @@ def _advice(profile: ModelProfile, plan: Plan, planning: Planning, o: LoadOption
     if on_cpu() and scales & {mx.bfloat16, mx.float16} and o.dtype is None:
         # Measured with MLX 0.32.4: 8192 x 2048 at 4 bit, 11 against 98 ms.
         notes.append(f"quantized products run about 9 times faster on the CPU with {called('dtype')} float32")
-    if plan.pools and not planning.blocks and planning.kind not in (AUTO, NONE):
+    drafts = plan.streams and planning.kind not in (AUTO, NONE)
+    if drafts and profile.trace.evaluates:
+        notes.append("nothing is drafted: models of this type evaluate arrays inside their forward pass")
+    elif drafts and plan.pools and not planning.blocks:
         notes.append(
             "nothing is drafted: experts are read one by one, and those of a drafted token take as long as a token "
             f"({called('experts')} 0 streams layers whole)"
