@@ -55,6 +55,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "masks": zoo.save_checkpoint("deepseek_v3", root / "masks"),
         "rounds": zoo.save_checkpoint("iquestloopcoder", root / "rounds"),
         "rewritten": saved("jamba", root / "rewritten", mamba_d_state=128),
+        "pairs": saved("mamba2", root / "pairs", num_heads=64, state_size=2),
         "own caches": zoo.save_checkpoint("deepseek_v41", root / "own"),
     }
 
@@ -73,6 +74,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("rounds", 240, {}, 4),
         ("own caches", 280, {}, 0),
         ("rewritten", 100, {}, 0),  # states, copied for each token: what MLX may queue beyond its limit
+        ("pairs", 100, {"prefill_step_size": 128}, 0),  # decays from each token to each, which weigh more than states
         ("dense", 300, {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 250}, 0),
     ],
     ids=[
@@ -87,6 +89,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "layers that are not called",
         "caches of its own",
         "rewritten states",
+        "pairs of tokens",
         "quantized late",
     ],
 )
@@ -94,6 +97,7 @@ def test_no_long_prompt_passes_the_plan(
     folders: dict[str, Path], kind: str, prompt: int, kv: dict[str, int], resident: int | None
 ) -> None:
     options: dict[str, Any] = {"context": prompt + 4, "prompt": prompt, "resident": resident, "cpu_streams": 1}
+    options["prefill_step_size"] = kv.get("prefill_step_size")
     least = prepare(folders[kind], memory=1, least=True, **options).planning.smallest
     gc.collect()
     mx.clear_cache()

@@ -117,7 +117,7 @@ class Trace:
         looked_up: by table whose rows are looked up, numbered as in ``order``: rows for each token.
         caches: growth of each cache, with every ``CacheList`` flattened; ``forms``: their forms.
         known: whether all caches are of known classes.
-        state_bytes: bytes of the largest recurrent state.
+        state_bytes: bytes of the largest recurrent state; ``scanned``: of ``ssm_attn``'s decays from token to token.
         rewritten: whether recurrences write each token's state into one array, which MLX copies each time.
         evaluates: whether the model evaluates arrays inside its forward pass.
         failure: the error of a model that accesses its layers' weights from outside, so that layers cannot be streamed.
@@ -135,6 +135,7 @@ class Trace:
     known: bool = True
     state_bytes: int = 0
     rewritten: bool = False
+    scanned: int = 0
     evaluates: bool = False
     failure: str | None = None
     pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -273,8 +274,12 @@ class _Run:
                     out = self.model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
                 caches = flat(cache)
                 recurrent = [c for c in caches if isinstance(c, ArraysCache)]
-                if tokens == FEW and recurrent:
-                    found.rewritten = _writes(out) >= len(caches) * 2 + FEW - 1
+                if tokens == FEW and recurrent and isinstance(out, mx.array):
+                    mx.export_to_dot(dot := io.StringIO(), out)
+                    found.rewritten = dot.getvalue().count('"SliceUpdate"') >= len(caches) * 2 + FEW - 1
+                    if '"CumSum"' in dot.getvalue():  # of ssm_attn, whose states are (batch, heads, ...)
+                        heads = (a.shape[1] for c in recurrent for a in arrays_in(c) if a.ndim == 4)
+                        found.scanned = max(heads, default=0) * mx.float32.size
                 del out
                 if not held:
                     _note_sizes(found, stage, attention, tokens, len(caches) - len(recurrent))
@@ -311,13 +316,6 @@ def _note_sizes(found: Trace, stage: StandIns, attention: Attention, tokens: int
     found.passing.masked = -(-sum(a.nbytes for a in masks) // tokens**2)
     found.passing.expanded = attention.each
     found.passing.scores = attention.scores(attending)
-
-
-def _writes(out: Any) -> int:
-    """Count the operations in an output's graph that write into a part of an array."""
-    graph = io.StringIO()
-    mx.export_to_dot(graph, *(a for a in [out] if isinstance(a, mx.array)))
-    return graph.getvalue().count('"SliceUpdate"')
 
 
 def _own_caches(

@@ -24,6 +24,8 @@ REST_BYTES, UNKNOWN_BYTES = 500_000, 2_000_000
 # Versions of a rewritten array that are counted: on the CPU device MLX queues more, but waits at its memory limit.
 UNDER_WAY_OPERATIONS = 10
 
+SCAN = 256  # ``step`` of mlx_lm.models.ssm.ssm_attn
+
 # ``ModelSize.logits`` counts six float32 arrays as wide as the vocabulary. Several sequences hold three at once:
 # logits, the parts they are joined from, and log-probabilities (or logsumexp's copy); the others exist for one sequence
 # at a time.
@@ -110,7 +112,7 @@ class ActivationSize(CacheSize):
         score: attention scores per token of a chunk and token of context.
         window: KV per token of a chunk that sliding windows keep beyond their size until the next token.
         state: a recurrent state, if the recurrence is computed token by token and keeps a state for each; else 0.
-            ``rewritten``: it has all versions under way of an array of them.
+            ``rewritten``: it, or ``scanned`` for each pair of tokens, has all versions under way of an array of them.
         logits: one token's logits and sampling's copies of them.
         workspace: reserved by the device's libraries.
         batches: activations of whole batches evaluated in one call, beyond those of a prompt.
@@ -129,6 +131,7 @@ class ActivationSize(CacheSize):
     state: int
     logits: int
     rewritten: bool = False
+    scanned: int = 0
     between: int = 0
     workspace: int = 0
     batches: int = 0
@@ -209,18 +212,16 @@ class ModelSize(ActivationSize):
 
     def ahead(self, chunk: int) -> int:
         """Returns bytes that passes of ``chunk`` tokens may take beyond MLX's memory limit: ten operations' memory."""
-        rewritten = chunk * self.state // 2 * self.rewritten
+        rewritten = chunk * self._state(chunk) // 2 * self.rewritten
         merged = (STATES * self.sequences * self.fixed, *(MERGED * n for n in self._merged))
         return max(rewritten, *merged) if self.sequences > 1 else rewritten
+
+    def _state(self, chunk: int) -> int:
+        return max(self.state, self.scanned * min(chunk, SCAN))
 
     @property
     def logits_row(self) -> int:
         return self.logits // LOGITS_COPIES
-
-    @cached_property
-    def _joined(self) -> int:
-        """Most bytes of weights that one layer decodes for a pass."""
-        return max((layer.joined for layer in self.layers), default=0)
 
     def activations(self, chunk: int, between: int | None = None) -> int:
         """Returns bytes that one pass over ``chunk`` tokens needs in addition to weights and caches.
@@ -238,12 +239,12 @@ class ModelSize(ActivationSize):
         tokens = max(chunk, several)
         return {
             "hidden": self.hidden * waiting,
-            "states": (max(chunk, STATES * several) + STATES) * self.state,
+            "states": (max(chunk, STATES * several) + STATES) * self._state(chunk),
             "drafted": self.drafted * self.logits_row + self.states if self.drafted else 0,
             "between": 0 if between is None else (self.between + between) * max(0, waiting - chunk),
             "later": self._held_for_later(min(chunk, waiting), waiting),
             "expanded": self.expanded * self.context,
-            "joined": UNDER_WAY * self._joined,
+            "joined": UNDER_WAY * max((layer.joined for layer in self.layers), default=0),
             "chunk": tokens * self.token,
             "scores": tokens * self.score * self.context,
             "windows": tokens * self.window,
