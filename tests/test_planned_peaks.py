@@ -290,6 +290,29 @@ def test_a_prompt_that_is_refused_takes_no_memory_for_its_length(taken: list[tup
     assert long <= short + 30_000_000
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_second_message_into_sliding_windows_fits_into_the_least_memory(kind: str, tmp_path: Path) -> None:
+    """A pass of several tokens is undone by a copy of the windows."""
+    folder, prompt = zoo.save_checkpoint(kind, tmp_path / "m"), [5 + i * 7 % 90 for i in range(40)]
+    options = {"context": 128, "prompt": 40, "govern": False, "draft": "none", "resumable": True}
+    least = prepare(folder, memory=1, least=True, **options).planning.smallest
+    plain, _ = mlx_lm.utils.load_model(folder)
+    theirs = make_prompt_cache(plain)
+    gc.collect()
+    before = mx.get_active_memory()
+    model, _ = outcore.load_model(folder, memory=least, **options)
+    with model.outcore as session:
+        cache = make_prompt_cache(model)
+        for text in (prompt, prompt[:20]):
+            mx.reset_peak_memory()
+            answer = outcore.stream_generate(model, TokensOnly(), text, max_tokens=3, prompt_cache=cache)
+            found = [r.token for r in answer]
+            assert mx.get_peak_memory() + mx.get_cache_memory() - before <= session.plan.peak_bytes <= least
+            step = {"prompt_cache": theirs, "prefill_step_size": session.plan.prefill_step}
+            wanted = mlx_lm.stream_generate(plain, TokensOnly(), mx.array(text), max_tokens=3, **step)
+            assert found == [r.token for r in wanted]
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
 @pytest.mark.parametrize("planned", [16, 200])
 def test_a_prompt_is_read_in_parts_where_there_is_no_room_for_all_of_it(

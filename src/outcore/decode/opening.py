@@ -16,6 +16,7 @@ from ..packages import modules
 from ..plan.cache_size import STATES
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import LOGITS_SHARE, ModelSize
+from ..sizes import held_bytes
 
 
 def options_for(folder: Path, o: LoadOptions) -> LoadOptions:
@@ -38,15 +39,14 @@ class Opening:
         o, known = self.options, self.known
         compute = COMPUTE_DTYPES[o.dtype] if o.dtype is not None else None
         # Units need not be aligned to disk blocks where the calibrated disk is read through the page cache.
-        how = known.io if known is not None and o.io == "auto" else o.io
+        direct = (known.io if known is not None and o.io == "auto" else o.io) != "cached"
         check_experts(lazy, compute)
-        several = o.most_sequences > 1
         profile = profile_of(
-            lazy, context=o.context, prompt=o.prompt, dtype=compute, direct=how != "cached", together=several
+            lazy, context=o.context, prompt=o.prompt, dtype=compute, direct=direct, together=o.most_sequences > 1
         )
         size = profile.size
         if o.resumable:
-            size = replace(size, kept=size.states)
+            size = replace(size, kept=size.states + held_bytes([g for g in size.growing if g[1]], size.context))
         if o.batch is not None:
             size = _in_batches(size, o.batch, o.context or size.context)
         if o.reserved is not None and o.reserved < size.context:

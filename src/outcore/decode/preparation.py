@@ -353,10 +353,9 @@ def _advice(profile: ModelProfile, plan: Plan, planning: Planning, o: LoadOption
     if on_cpu() and scales & {mx.bfloat16, mx.float16} and o.dtype is None:
         # Measured with MLX 0.32.4: 8192 x 2048 at 4 bit, 11 against 98 ms.
         notes.append(f"quantized products run about 9 times faster on the CPU with {called('dtype')} float32")
-    drafts = plan.streams and planning.kind not in (AUTO, NONE)
-    if drafts and profile.trace.evaluates:
+    if plan.streams and profile.trace.evaluates and planning.kind not in (AUTO, NONE):
         notes.append("nothing is drafted: models of this type evaluate arrays inside their forward pass")
-    elif drafts and plan.pools and not planning.blocks:
+    elif plan.pools and not planning.blocks and planning.kind not in (AUTO, NONE):
         notes.append(
             "nothing is drafted: experts are read one by one, and those of a drafted token take as long as a token "
             f"({called('experts')} 0 streams layers whole)"

@@ -237,10 +237,9 @@ class ModelService:
             if model.template is not None:
                 set_chat_template(tokenizer, model.template)
             vocabulary = model.config.get("vocab_size") or (model.config.get("text_config") or {}).get("vocab_size")
-            known = vocabulary if isinstance(vocabulary, int) else None
             config = model.config | (options_for(model.folder, self.options.load).model_config or {})
             find = partial(media_reader, model.folder, config, self.options.load.ranks)
-            self._prompters[model.name] = Prompter(tokenizer, known, find)
+            self._prompters[model.name] = Prompter(tokenizer, vocabulary if isinstance(vocabulary, int) else None, find)
         return self._prompters[model.name].prepare(request, most)
 
     def _limit(self, model: Offered, prompt: Prompt, max_tokens: int | None) -> int:
