@@ -205,7 +205,8 @@ def test_a_model_without_a_tokenizer_is_refused_alike_everywhere(
 ) -> None:
     """transformers would make a tokenizer of its special tokens alone: a prompt would be empty, an answer too."""
     (broken / "tokenizer.json").unlink()
-    monkeypatch.setattr("outcore.decode.loader.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    for module in ("decode.loader", "cli.generate", "cli.chat", "serve.service"):
+        monkeypatch.setattr(f"outcore.{module}.load_model", lambda *_, **__: pytest.fail("it was loaded"))
     for words in (["generate", "-p", "hi"], ["chat"], ["serve", "--port", "0"]):
         status, out, err = run(capsys, *words, "--model", str(broken))
         says = f"{broken}: no tokenizer.json here; download it again\n"

@@ -327,6 +327,7 @@ def test_a_drafter_in_place_of_a_model_is_called_one(
         assert main([*words, str(folder)]) == 1
         said = f"{folder}: is a drafter for {of}; give that model, with --draft {folder}\n"
         assert capsys.readouterr().err.endswith(f"outcore {words[0]}: {said}")
+    assert main(["pull", str(folder)]) == 0
 
 
 def test_no_model_s_type_is_taken_for_a_drafter_s() -> None:

@@ -11,7 +11,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from outcore.checkpoint.checkpoint import open_checkpoint
-from outcore.checkpoint.find_model import require_tokenizer, resolve_model
+from outcore.checkpoint.find_model import no_text, require_tokenizer, resolve_model
 from outcore.cli.output import tell
 from outcore.errors import StoreSpaceError
 from outcore.modules.mlx_lm_tokenizer import download
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> None:
         return download(repo, revision)
 
     folder = resolve_model(args.model, args.revision, fetch)
-    require_tokenizer(folder)
+    if not no_text(folder):  # a drafter has no tokenizer
+        require_tokenizer(folder)
     nbytes = open_checkpoint(folder).nbytes
     print(f"{printable(str(folder))}: {format_size(nbytes)}, {'downloaded' if missing else 'already there'}")
     args.result.record = {"folder": str(folder), "bytes": nbytes, "downloaded_bytes": missing}
