@@ -205,7 +205,7 @@ def test_a_model_without_a_tokenizer_is_refused_alike_everywhere(
 ) -> None:
     """transformers would make a tokenizer of its special tokens alone: a prompt would be empty, an answer too."""
     (broken / "tokenizer.json").unlink()
-    for module in ("decode.loader", "cli.generate", "cli.chat", "serve.service"):
+    for module in ("cli.generate", "cli.chat", "serve.service", "decode.loader"):
         monkeypatch.setattr(f"outcore.{module}.load_model", lambda *_, **__: pytest.fail("it was loaded"))
     for words in (["generate", "-p", "hi"], ["chat"], ["serve", "--port", "0"]):
         status, out, err = run(capsys, *words, "--model", str(broken))
