@@ -24,8 +24,10 @@ import zoo
 from combined_models import save_tokenizer
 from outcore.checks import parse_size
 from outcore.cli.main import main
+from outcore.decode import budget
 from outcore.decode.preparation import prepare
 from outcore.errors import UsageError
+from outcore.machine.memory import MemoryLimit
 from outcore_drafters import command, published
 from outcore_drafters.commands import DRAFT
 from outcore_drafters.config import kind_of, open_drafter
@@ -369,6 +371,33 @@ def test_a_streamed_models_embeddings_are_read_for_training(
     assert mx.array_equal(tables[0], theirs.model.embed_tokens.weight)
     assert mx.array_equal(tables[1], theirs.lm_head.weight)
     assert given[0] <= 10**9 - sum(table.nbytes for table in tables)
+
+
+@pytest.mark.parametrize("memory", ["auto", "50%"])
+def test_memory_left_to_choose_or_as_a_share_is_bytes_that_training_keeps_to(
+    memory: str, model: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a resident model is gone when training begins, also where its modules are in cycles."""
+    at, free, seen = small.index("--memory"), 600_000_000, list[int]()
+
+    def trainer(net: Network, table: mx.array, head: mx.array, *_: Any, rows: int, **__: Any) -> None:
+        seen.extend((mx.get_active_memory() - before - table.nbytes - head.nbytes, rows))
+        raise UsageError("seen")
+
+    monkeypatch.setattr(command, "Trainer", trainer)
+    monkeypatch.setattr(budget, "default_budget", lambda: free)
+    monkeypatch.setattr(budget, "process_memory_limit", lambda: MemoryLimit(2 * free, 2 * free, "test"))
+    monkeypatch.setattr(command, "step_bytes", lambda *_: (0, free // 2 - 1_000_000))
+    small[at + 1] = memory
+    gc.collect()
+    before = mx.get_active_memory()
+    gc.disable()
+    try:
+        assert main([*small, "--model", str(model)]) == 2 and "seen" in capsys.readouterr().err
+    finally:
+        gc.enable()
+    assert seen[1] == 2
+    assert seen[0] < 200_000  # the new drafter is not there yet, and the model takes more
 
 
 @pytest.mark.parametrize("hidden, layers", [(384, 16), (4096, 32), (5120, 64)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import hashlib
 import json
 import math
@@ -22,9 +23,11 @@ from outcore.checks import parse_size, real, whole
 from outcore.cli.engine import ProgressBar
 from outcore.cli.flags import loading_options
 from outcore.cli.output import tell
+from outcore.decode.budget import given_budget
 from outcore.decode.sampling import make_sampler
 from outcore.errors import BudgetError, StoreSpaceError, UnsupportedModelError, UsageError
 from outcore.machine.device import on_cpu
+from outcore.options import AUTO
 from outcore.plan.joint_plan import NONE
 from outcore.sizes import format_size
 from outcore.text import printable
@@ -153,16 +156,17 @@ class Job:
         texts.pieces(
             self._tokenizer, self._files, 1, PROMPT, [self._seed], held_out=False
         )  # or there is too little text
+        self._memory = given_budget(args.memory)
         model = self._load()
         try:
-            self._memory = self._budget() or model.outcore.plan.budget_bytes
             self._measure(model)
-            rows = self._rows(self._budget())
+            rows = self._rows()
             self._check()
             self._collect(model, bar)
         finally:
             model.outcore.close()
         del model
+        gc.collect()  # a resident model's modules are in cycles
         mx.clear_cache()
         mx.random.seed(self._seed)  # the first weights are the same whether texts were collected in this run or before
         self.net = Network(self.shape, self._norm)
@@ -188,19 +192,18 @@ class Job:
         """Loads the model with room for as many texts in a pass as the memory allows."""
         options = loading_options(self._args) | {"draft": NONE, "context": PROMPT + self._args.max_tokens}
         options["govern"] = False  # tapped layers stay streamed, or resident
-        if (budget := self._budget()) is not None:
-            options["memory"] = max(1, budget - (beside := _beside(self._folder)))
+        options["memory"] = max(1, self._memory - (beside := _beside(self._folder)))
         for self._together in TOGETHER:
             try:
                 model, _ = outcore.load_model(str(self._folder), **options, batch=self._together)
                 return model
             except BudgetError as e:
                 if self._together == TOGETHER[-1]:
-                    if budget is None or e.smallest is None:
+                    if e.smallest is None:
                         raise
                     least = e.smallest + beside
                     needs = format_size(least, round_up=True)
-                    why = f"--memory {self._args.memory}: too small to collect this model's states; give {needs}"
+                    why = f"--memory {self._args.memory or AUTO}: too small to collect the model's states; give {needs}"
                     raise BudgetError(why, least) from e
         raise AssertionError
 
@@ -289,10 +292,6 @@ class Job:
             return f"{said}, and pays from {self.pays_from:.2f} tokens a pass"
         return f"{said}; it pays where several tokens are computed nearly as fast as one, as the model needs no disk"
 
-    def _budget(self) -> int | None:
-        memory = self._args.memory
-        return None if memory in (None, "auto") else parse_size(str(memory))
-
     def _collect(self, model: Any, bar: ProgressBar) -> None:
         if not (missing := self.shards.missing):
             return
@@ -319,19 +318,16 @@ class Job:
             mx.clear_cache()
         self.written += self.shards.written_bytes
 
-    def _rows(self, budget: int | None) -> int:
+    def _rows(self) -> int:
         """Returns texts in a step. Raises ``BudgetError`` if not even one fits."""
         head = 0 if self._head is self._table else self._head.nbytes
         fixed, each = step_bytes(self.shape, PROMPT + self._args.max_tokens)
         fixed += self._table.nbytes + head
-        most = CPU_ROWS if on_cpu() else ROWS
-        if budget is None:
-            return most
-        rows = (budget - fixed) // each
+        rows = (self._memory - fixed) // each
         if rows < 1:
             needs = format_size(fixed + each, round_up=True)
             raise BudgetError(f"--memory: training this drafter needs {needs}; give that, or a smaller --share")
-        return int(min(rows, most))
+        return int(min(rows, CPU_ROWS if on_cpu() else ROWS))
 
 
 def step_bytes(shape: Shape, length: int) -> tuple[int, int]:
