@@ -188,6 +188,24 @@ def test_training_ends_when_held_out_texts_gain_nothing(
     assert len(progress.history) == 1 + training.PATIENCE
 
 
+def test_no_more_texts_are_judged_at_once_than_a_step_has(
+    parts: tuple[mx.array, mx.array], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, found = list[int](), list[float]()
+    measure = training.accepted
+
+    def counted(net: Network, batch: dict[str, mx.array], *more: Any) -> mx.array:
+        seen.append(batch["tokens"].shape[0])
+        return measure(net, batch, *more)
+
+    monkeypatch.setattr(training, "accepted", counted)
+    shards = counting(20, tmp_path / "states", files=2)
+    for rows in (3, 20):
+        mx.random.seed(0)
+        found.append(trainer(parts, shards, tmp_path / "work", rows=rows).tokens_a_pass())
+    assert seen == [3, 3, 3, 3, 3, 3, 2, 8, 8, 4] and found[0] == found[1]
+
+
 def test_tokens_after_the_end_of_a_text_do_not_count(parts: tuple[mx.array, mx.array], tmp_path: Path) -> None:
     made = trainer(parts, counting(20, tmp_path / "states", files=2), tmp_path / "work", ends=[9])
     tokens = mx.array([[9, 1, 1, 9, 1, 1, 9, 1]])
@@ -553,21 +571,30 @@ def test_the_loss_and_its_gradient_are_those_of_cross_entropy(
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("shape", [replace(SHAPE, hidden=192, intermediate=768), replace(SHAPE, hidden=64)])
+@pytest.mark.parametrize(
+    "rows, texts, length, shape",
+    [
+        (4, 4, 24, replace(SHAPE, hidden=192, intermediate=768)),
+        (4, 4, 24, replace(SHAPE, hidden=64)),
+        (1, 400, 24, replace(SHAPE, hidden=64)),
+        (1, 2, 300, replace(SHAPE, hidden=64, heads=4, kv_heads=1, intermediate=256)),
+    ],
+    ids=["weights", "places", "a file's texts", "long texts"],
+)
 def test_a_step_takes_no_more_memory_than_is_counted(
-    shape: Shape, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: int, texts: int, length: int, shape: Shape, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mostly weights, and mostly places of texts; the products of a GPU are run on the CPU."""
+    """What weighs most is named; the products of a GPU are run on the CPU."""
     for module in (network, command):
         monkeypatch.setattr(module, "PIECE", 8 * shape.vocabulary)
     for module in (products, training, command):
         monkeypatch.setattr(module, "on_cpu", lambda: not gpu)
-    rows, length, table = 4, 24, mx.random.normal((shape.vocabulary, shape.hidden))
-    states = mx.random.normal((rows, length - 1, 3 * shape.hidden)).astype(mx.float16)
-    likely = mx.random.randint(0, shape.vocabulary, (rows, length - 1, 16)).astype(mx.int32)
+    table = mx.random.normal((shape.vocabulary, shape.hidden))
+    states = mx.random.normal((texts, length - 1, 3 * shape.hidden)).astype(mx.float16)
+    likely = mx.random.randint(0, shape.vocabulary, (texts, length - 1, 16)).astype(mx.int32)
     shards = collect.Shards(tmp_path / "states", 2)
     for n in range(2):
-        tokens = mx.random.randint(0, shape.vocabulary, (rows, length)).astype(mx.int32)
+        tokens = mx.random.randint(0, shape.vocabulary, (texts, length)).astype(mx.int32)
         chances = mx.full(likely.shape, 1 / 16).astype(mx.float16)
         shards.save(n, {"tokens": tokens, "states": states, "likely": likely, "chances": chances})
     mx.eval(table)
@@ -576,14 +603,16 @@ def test_a_step_takes_no_more_memory_than_is_counted(
     before = mx.get_active_memory()
     net = Network(shape, mx.ones(shape.hidden))
     trained = training.Trainer(
-        net, table, table, shards, prompt=length - 8, ends=[], rows=rows, seconds=60, folder=tmp_path / "work", seed=0
+        net, table, table, shards, prompt=8, ends=[], rows=rows, seconds=60, folder=tmp_path / "work", seed=0
     )
-    fixed, each = command.step_bytes(shape, length)
+    fixed, each = command.step_bytes(shape, length, texts)
     for step in range(3):
         mx.reset_peak_memory()
         trained._step(trained._batch(step), training.DEPTH)
         assert mx.get_peak_memory() - before <= fixed + rows * each
         assert mx.get_peak_memory() - before > 0.3 * (fixed + rows * each)  # nor much less
+    if texts > 8:
+        monkeypatch.setattr(training, "TRIED", 1)  # many texts one by one take long
     mx.reset_peak_memory()
     trained.tokens_a_pass()
     assert mx.get_peak_memory() - before <= fixed + rows * each

@@ -321,7 +321,7 @@ class Job:
     def _rows(self) -> int:
         """Returns texts in a step. Raises ``BudgetError`` if not even one fits."""
         head = 0 if self._head is self._table else self._head.nbytes
-        fixed, each = step_bytes(self.shape, PROMPT + self._args.max_tokens)
+        fixed, each = step_bytes(self.shape, PROMPT + self._args.max_tokens, self._together)
         fixed += self._table.nbytes + head
         rows = (self._memory - fixed) // each
         if rows < 1:
@@ -330,12 +330,17 @@ class Job:
         return int(min(rows, CPU_ROWS if on_cpu() else ROWS))
 
 
-def step_bytes(shape: Shape, length: int) -> tuple[int, int]:
-    """Returns the bytes that a training step takes beside the model's tables, and those for each of its texts."""
+def step_bytes(shape: Shape, length: int, texts: int) -> tuple[int, int]:
+    """Returns the bytes that a training step takes beside the model's tables, and those for each of its texts.
+
+    Args:
+        length: tokens of a text.
+        texts: how many a file of states has.
+    """
     # Weights and the optimizer's two averages; weights as quantized, gradients, and their squares. Seen on a CPU: 5.4.
-    fixed = 8 * 4 * shape.parameters + 3 * 4 * PIECE
+    fixed = 8 * 4 * shape.parameters + 3 * 4 * PIECE + texts * length * (3 * shape.hidden * 2 + 4 + 6 * collect.LIKELY)
     # For each place, floats of every guess that its gradient needs; on a CPU also what they were made of.
-    guess = 20 * shape.hidden + 6 * shape.intermediate + 3 * shape.heads * length
+    guess = 24 * shape.hidden + 6 * shape.intermediate + 5 * shape.heads * length
     each = 4 * length * (DEPTH * guess + 12 * shape.hidden)
     return fixed, 4 * each if on_cpu() else each
 

@@ -171,9 +171,10 @@ class Trainer:
         the next begins with the first token that was not guessed."""
         passes = made = 0
         for shard in filter(is_held_out, range(self._shards.count)):
-            loaded = self._shards.load(shard)
-            for at in range(0, loaded["tokens"].shape[0], 8):
-                batch = self._prepared({key: loaded[key][at : at + 8] for key in ("tokens", "states")})
+            loaded = self._loaded(shard)
+            together = min(8, self._rows)
+            for at in range(0, loaded["tokens"].shape[0], together):
+                batch = self._prepared({key: loaded[key][at : at + together] for key in ("tokens", "states")})
                 first = self._prompt - 1
                 right = np.array(accepted(self.net, batch, self._table, self._head, first, TRIED))
                 last = np.array(batch["counts"][:, first + 2 :].sum(axis=1)).astype(int)
