@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from outcore_drafters import command, published
 from outcore_drafters.commands import DRAFT
 from outcore_drafters.config import kind_of, open_drafter
 from outcore_drafters.drafter import DraftedModel
-from outcore_drafters.train import collect, drafter_files, network, products, texts, training
+from outcore_drafters.train import collect, drafter_files, network, products, sizes, texts, training
 from outcore_drafters.train.network import Network, Shape, accepted
 from outcore_drafters.train.work_folder import WorkFolder
 from stand_ins import TokensOnly
@@ -69,7 +70,7 @@ def counting(texts: int, folder: Path, files: int = 1) -> collect.Shards:
         states = np.random.default_rng(n).standard_normal((texts, LENGTH - 1, 3 * SHAPE.hidden))
         made = {"tokens": mx.array(tokens.astype(np.int32)), "states": mx.array(states.astype(np.float16))}
         next_ = {"likely": made["tokens"][:, 1:, None], "chances": mx.ones((texts, LENGTH - 1, 1), mx.float16)}
-        shards.save(n, made | next_)
+        mx.save_safetensors(str(shards.path(n)), made | next_)
     return shards
 
 
@@ -119,7 +120,7 @@ def trainer(parts: tuple[mx.array, mx.array], shards: collect.Shards, folder: Pa
     folder.mkdir(exist_ok=True)
     net = Network(SHAPE, mx.ones(SHAPE.hidden))
     settings: dict[str, Any] = {"prompt": FIRST + 1, "ends": [], "rows": 8, "seconds": 12.0, "seed": 1, "rate": 3e-3}
-    return training.Trainer(net, *parts, shards, folder=folder, **settings | more)
+    return training.Trainer(net, *parts, shards, work=WorkFolder(folder), **settings | more)
 
 
 @pytest.fixture
@@ -350,6 +351,32 @@ def test_the_time_of_collecting_counts_over_all_runs(
     assert len(done) == 2
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_what_kills_interrupt_counts_among_the_bytes_that_may_be_written(
+    seed: int, model: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of three files are interrupted, up to twenty times. The share leaves room for a few."""
+    written, kills, own, draw = list[int](), list[int](), mx.save_safetensors, np.random.default_rng(seed)
+
+    def killed(file: str, *more: Any) -> None:
+        own(file, *more)
+        written.append(Path(file).stat().st_size)
+        if len(kills) < 20 and draw.random() < 2 / 3 and "model" not in file:
+            kills.append(1)
+            raise KeyboardInterrupt
+
+    at, most = small.index("--disk"), 8_000_000
+    small[at + 1] = f"{most}B"
+    monkeypatch.setattr(mx, "save_safetensors", killed)
+    rc = 130
+    while rc == 130:
+        rc = main([*small, "--model", str(model), "--json"])
+    said = capsys.readouterr()
+    assert rc == 0 and kills, (said.err[-400:], written)
+    assert sum(written) <= most
+    assert sum(written) <= json.loads(said.out.splitlines()[-1])["bytes"] <= 1.1 * sum(written)
+
+
 def test_a_training_keeps_other_files_and_other_processes_out(
     model: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -418,15 +445,33 @@ def test_memory_left_to_choose_or_as_a_share_is_bytes_that_training_keeps_to(
     assert seen[0] < 200_000  # the new drafter is not there yet, and the model takes more
 
 
+def test_freed_memory_keeps_to_the_budget_while_training(
+    model: Path, small: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limit() -> int:
+        mx.set_memory_limit(now := mx.set_memory_limit(1 << 40))
+        return now
+
+    seen, before = list[int](), limit()
+
+    def trained(self: training.Trainer) -> training.Progress:
+        seen.append(limit())
+        return training.Progress(best=1.0)
+
+    monkeypatch.setattr(training.Trainer, "run", trained)
+    assert main([*small, "--model", str(model)]) == 0
+    assert 10**9 <= seen[0] < 10**9 + mx.get_active_memory() + 10**8 and limit() == before
+
+
 @pytest.mark.parametrize("hidden, layers", [(384, 16), (4096, 32), (5120, 64)])
 def test_what_is_written_by_default_holds_states_and_weights(hidden: int, layers: int) -> None:
     """The 28M, a 9B and a 27B with the drafter's default size: weights are saved twice or more often, beside states of
     some hundred texts."""
     heads = hidden // 128
-    inner = int(command.WIDTH * hidden) // 64 * 64
+    inner = int(sizes.WIDTH * hidden) // 64 * 64
     shape = Shape(hidden, heads, max(1, heads // 4), 128, inner, 8192, (1, layers // 2, layers - 1))
     default = next(flag for flag in DRAFT if not isinstance(flag, str) and "--disk" in flag.names).settings["default"]
-    states, saves = command.disk_shares(disk := parse_size(default), shape.parameters)
+    states, saves = sizes.disk_shares(disk := parse_size(default), shape.parameters)
     assert saves >= 2 and states >= 400 * 192 * 3 * hidden * 2
     assert states + saves * shape.parameters * 4 * 4 + shape.parameters * 2 <= disk
 
@@ -452,8 +497,6 @@ def test_files_without_text_are_refused(
         (["--seed", "-1"], "--seed -1"),
         (["--temp", "nan"], "--temp nan"),
         (["--input", "nowhere"], "no such file or folder"),
-        (["--memory", "1MB"], "too small to collect"),
-        (["--memory", "20MB"], "training this drafter needs"),
         (["--input", __file__, "--output", __file__], "is a file; give a folder"),
     ],
 )
@@ -463,6 +506,32 @@ def test_what_cannot_be_trained_is_refused(
     assert main([*small, "--model", str(model), *words]) in (1, 2)
     assert said in capsys.readouterr().err
     assert not Path(small[small.index("--output") + 1]).exists()
+
+
+@pytest.mark.parametrize("step", [0, 50_000_000])
+@pytest.mark.parametrize("memory", ["400kB", "40MB"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_memory_that_a_refusal_asks_for_is_enough(
+    step: int, memory: str, tied: bool, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Whatever takes most; also where the head takes more than layers."""
+    more = {"vocab_size": 10007, "tie_word_embeddings": tied}
+    monkeypatch.setitem(zoo.CONFIGS, "llama", zoo.CONFIGS["llama"] | more)
+    folder = zoo.save_checkpoint("llama", tmp_path / "model")
+    save_tokenizer(folder)
+    monkeypatch.setattr(command, "step_bytes", lambda *_: (step, 1))
+    monkeypatch.setattr(training.Trainer, "run", lambda self: training.Progress(best=1.0))
+    words = [*small, "--model", str(folder)]
+    at = words.index("--memory") + 1
+    words[at] = memory
+    assert main(words) == (1 if step or memory == "400kB" else 0)
+    if not (err := capsys.readouterr().err):
+        return
+    asked = re.search(r"(?:needs|give) ([0-9.]+) ([KMG]B)", err)
+    assert asked is not None, err
+    words[at] = asked[1] + asked[2]
+    assert main(words) == 0, capsys.readouterr().err
 
 
 def test_a_drafters_size_follows_the_models_width_unless_a_share_is_asked_for(
@@ -585,9 +654,9 @@ def test_a_step_takes_no_more_memory_than_is_counted(
     rows: int, texts: int, length: int, shape: Shape, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What weighs most is named; the products of a GPU are run on the CPU."""
-    for module in (network, command):
+    for module in (network, sizes):
         monkeypatch.setattr(module, "PIECE", 8 * shape.vocabulary)
-    for module in (products, training, command):
+    for module in (products, training, sizes):
         monkeypatch.setattr(module, "on_cpu", lambda: not gpu)
     table = mx.random.normal((shape.vocabulary, shape.hidden))
     states = mx.random.normal((texts, length - 1, 3 * shape.hidden)).astype(mx.float16)
@@ -596,16 +665,17 @@ def test_a_step_takes_no_more_memory_than_is_counted(
     for n in range(2):
         tokens = mx.random.randint(0, shape.vocabulary, (texts, length)).astype(mx.int32)
         chances = mx.full(likely.shape, 1 / 16).astype(mx.float16)
-        shards.save(n, {"tokens": tokens, "states": states, "likely": likely, "chances": chances})
+        texts_of = {"tokens": tokens, "states": states, "likely": likely, "chances": chances}
+        mx.save_safetensors(str(shards.path(n)), texts_of)
     mx.eval(table)
     (tmp_path / "work").mkdir()
     gc.collect()
     before = mx.get_active_memory()
     net = Network(shape, mx.ones(shape.hidden))
     trained = training.Trainer(
-        net, table, table, shards, prompt=8, ends=[], rows=rows, seconds=60, folder=tmp_path / "work", seed=0
+        net, table, table, shards, prompt=8, ends=[], rows=rows, seconds=60, work=WorkFolder(tmp_path / "work"), seed=0
     )
-    fixed, each = command.step_bytes(shape, length, texts)
+    fixed, each = sizes.step_bytes(shape, length, texts)
     for step in range(3):
         mx.reset_peak_memory()
         trained._step(trained._batch(step), training.DEPTH)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import hashlib
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from outcore.cli.output import tell
 from outcore.decode.budget import given_budget
 from outcore.decode.sampling import make_sampler
 from outcore.errors import BudgetError, StoreSpaceError, UnsupportedModelError, UsageError
+from outcore.machine.allocator import Needs, limits
 from outcore.machine.device import on_cpu
 from outcore.options import AUTO
 from outcore.plan.joint_plan import NONE
@@ -35,29 +34,32 @@ from outcore.text import printable
 from .config import config_of, is_drafter
 from .published import trained_values
 from .train import collect, drafter_files, texts
-from .train.network import PIECE, Network, Shape
-from .train.products import CODE_BITS, fast_quantized
+from .train.network import Network
+from .train.products import fast_quantized
+from .train.sizes import (
+    beside_bytes,
+    disk_shares,
+    drafter_bytes,
+    drafter_shape,
+    sizes_of,
+    step_bytes,
+    tables_of,
+    text_bytes,
+)
 from .train.training import DEPTH, TRIED, Progress, Trainer, is_held_out
 from .train.work_folder import WORK, WorkFolder
 
 # Tokens of a piece of text that the model continues.
 PROMPT = 128
 
-# Bits of a drafter's weight when it drafts, with scales and biases of groups of 64.
-WEIGHT_BITS = CODE_BITS + 2 * 16 / 64
-
-# A drafter's inner width for the model's width, if the user asks for no size: the least of those that were trained to
-# anything like their end, as 1.1 and 1.9 times the bytes gave no more tokens a pass (dev/log/drafts.md).
-WIDTH = 11 / 3
-
 # A pass that verifies guesses takes so many times a plain one where the disk is the limit (dev/log/drafts.md).
 LONGER = 1.07
 
-# Evaluations of a training at most, after each of which weights are saved.
-SAVES = 20
-
 # A disk with less room than this is full.
 LEAST_ROOM = 1 << 20
+
+# Bytes of a file beside its arrays, and of settings that are written with it, at most.
+BESIDE = 8192
 
 # Embeddings that are read from disk at a time.
 ROWS_READ = 8192
@@ -117,12 +119,12 @@ def _save(args: argparse.Namespace, job: Job, progress: Progress, folder: Path, 
     shape = job.shape
     facts = {
         "form": "EAGLE-3, one layer",
-        "size in 4 bits": format_size(round(shape.parameters * WEIGHT_BITS / 8)),
+        "size in 4 bits": format_size(round(drafter_bytes(shape))),
         "tokens a pass, on held-out texts": progress.best,
         "texts": f"{job.shards.count * job.texts} of {PROMPT} + {args.max_tokens} tokens",
         "drawn from, also those held out": format_size(job.input_bytes),
         "steps": progress.steps,
-        "written while training": format_size(job.written),
+        "written while training": format_size(job.work.written),
     }
     made = drafter_files.config_of(shape, job.model_type, job.layers, job.positions, DEPTH)
     made |= trained_values(progress.best, TRIED)
@@ -131,7 +133,8 @@ def _save(args: argparse.Namespace, job: Job, progress: Progress, folder: Path, 
     counted, pays = f"{progress.best:.2f} tokens a pass on held-out texts", progress.best >= job.pays_from
     less = f"does not pay: {counted}, and it needs {job.pays_from:.2f}; train longer or on more text"
     print(f"{printable(str(out))}: {f'{counted}; use it with --draft {out}' if pays else less}")
-    record = {"folder": str(out), "bytes": job.written, "history": progress.history, "pays_from": job.pays_from}
+    written = job.work.written + (out / drafter_files.WEIGHTS).stat().st_size
+    record = {"folder": str(out), "bytes": written, "history": progress.history, "pays_from": job.pays_from}
     args.result.record = record | facts
 
 
@@ -143,10 +146,10 @@ class Job:
     """
 
     def __init__(self, args: argparse.Namespace, folder: Path, work: WorkFolder, files: list[Path]) -> None:
-        self._args, self._folder, self._work, self._files = args, folder, work, files
+        self._args, self._folder, self.work, self._files = args, folder, work, files
         self._seed = 0 if args.seed is None else args.seed
         self.input_bytes = sum(file.stat().st_size for file in files)  # once trained, the texts may be gone
-        self.written = 0
+        self._model_bytes = open_checkpoint(folder).nbytes
         self._collected_s = 0.0  # spent on the files of states that are there
 
     def run(self, bar: ProgressBar) -> Progress:
@@ -160,7 +163,8 @@ class Job:
         model = self._load()
         try:
             self._measure(model)
-            rows = self._rows()
+            tables = {id(array): array.nbytes for array in (self._table, self._head)}
+            rows = self._rows(sum(tables.values()))
             self._check()
             self._collect(model, bar)
         finally:
@@ -180,19 +184,21 @@ class Job:
 
         trainer = Trainer(
             self.net, self._table, self._head, self.shards, prompt=PROMPT, ends=self._ends, rows=rows,
-            seconds=args.minutes * 60, folder=self._work.path, seed=self._seed, report=report,
+            seconds=args.minutes * 60, work=self.work, seed=self._seed, report=report,
             every=args.minutes * 60 / self._saves,
             step_done=lambda p: bar.count("training", round(p.seconds), round(args.minutes * 60), f"loss {p.loss:.2f}"),
         )  # fmt: skip
-        progress = trainer.run()
-        self.written += trainer.written
-        return progress
+        release = limits.hold(trainer, Needs(memory=self._memory, waits=True))  # freed memory, too, keeps to it
+        try:
+            return trainer.run()
+        finally:
+            release()
 
     def _load(self) -> Any:
         """Loads the model with room for as many texts in a pass as the memory allows."""
         options = loading_options(self._args) | {"draft": NONE, "context": PROMPT + self._args.max_tokens}
-        options["govern"] = False  # tapped layers stay streamed, or resident
-        options["memory"] = max(1, self._memory - (beside := _beside(self._folder)))
+        options |= {"govern": False, "head_resident": True}  # tapped layers stay streamed, or resident
+        options["memory"] = max(1, self._memory - (beside := beside_bytes(self._folder)))
         for self._together in TOGETHER:
             try:
                 model, _ = outcore.load_model(str(self._folder), **options, batch=self._together)
@@ -201,20 +207,27 @@ class Job:
                 if self._together == TOGETHER[-1]:
                     if e.smallest is None:
                         raise
-                    least = e.smallest + beside
-                    needs = format_size(least, round_up=True)
-                    why = f"--memory {self._args.memory or AUTO}: too small to collect the model's states; give {needs}"
-                    raise BudgetError(why, least) from e
+                    least = max(e.smallest + beside, self._least())
+                    why = f"too small to collect the model's states and train; give {format_size(least, round_up=True)}"
+                    raise BudgetError(f"--memory {self._args.memory or AUTO}: {why}", least) from e
         raise AssertionError
+
+    def _least(self) -> int:
+        """Returns the bytes that training needs, from the model's config; 0: it does not say."""
+        match sizes_of(self._folder):
+            case {"hidden_size": int(hidden), "vocab_size": int(vocabulary), "num_hidden_layers": int(layers)}:
+                shape = drafter_shape(self._folder, hidden, vocabulary, layers, self._args.share)
+                tables = vocabulary * hidden * (4 if on_cpu() else 2) * tables_of(self._folder)
+                return tables + sum(step_bytes(shape, PROMPT + self._args.max_tokens, TOGETHER[-1]))
+        return 0
 
     def _measure(self, model: Any) -> None:
         text = getattr(model, "language_model", model)
         if not all(hasattr(getattr(text, "model", None), each) for each in ("embed_tokens", "layers", "norm")):
             raise UnsupportedModelError(f"{self._folder}: published drafters cannot draft for models of this type")
-        inner, config = text.model, json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
-        own = config.get("text_config") or config
-        self.model_type, self.layers = config["model_type"], len(inner.layers)
-        self.positions = own.get("max_position_embeddings", 4096)
+        inner, self.model_type = text.model, config_of(self._folder)["model_type"]
+        self.layers = len(inner.layers)
+        self.positions = sizes_of(self._folder).get("max_position_embeddings", 4096)
         dtype = mx.float32 if on_cpu() else mx.bfloat16
         own_head = "lm_head" in text
         self._head = _dense(text.lm_head if own_head else inner.embed_tokens).astype(dtype)
@@ -223,42 +236,30 @@ class Job:
         self._table = _embeddings(inner.embed_tokens, len(self._head)).astype(dtype) if own_head else self._head
         mx.eval(self._table)
         vocabulary, hidden = self._table.shape
-        head_dim = 64 if hidden < 1024 else 128
-        heads = max(1, hidden // head_dim)
-        kv_heads = next(n for n in range(max(1, heads // 4), heads + 1) if heads % n == 0)
-        last = self.layers - 1
-        if last < 2:
-            raise UsageError(f"{self._folder}: a drafter reads three layers; this model has {self.layers}")
-        tapped = (last // 5, last * 3 // 5, last)
-        self.shape, share = Shape(hidden, heads, kv_heads, head_dim, 64, vocabulary, tapped), self._args.share
-        self._model_bytes, width = open_checkpoint(self._folder).nbytes, max(64.0, WIDTH * hidden)
-        if share is not None:
-            width = (share * self._model_bytes * 8 / WEIGHT_BITS - self.shape.parameters) / (3 * hidden) + 64
-        if width < 64:
-            least = self.shape.parameters * WEIGHT_BITS / 8 / self._model_bytes
-            raise UsageError(f"--share {share}: give at least {math.ceil(least * 1000) / 1000}")
-        self.shape = dataclasses.replace(self.shape, intermediate=int(min(width, max(64, 8 * hidden))) // 64 * 64)
+        self.shape = drafter_shape(self._folder, hidden, vocabulary, self.layers, self._args.share)
         self._ends = sorted({e for e in _ends(self._folder) if e is not None})
 
     def _check(self) -> None:
         """Chooses how many texts fit on the disk, and refuses other settings than a begun training's."""
         args, shape = self._args, self.shape
-        row = (PROMPT + args.max_tokens) * (3 * shape.hidden * 2 + 4 + 6 * collect.LIKELY)
-        disk, room = parse_size(args.disk, flag="--disk"), self._work.free_bytes + self._work.own_bytes
+        row = text_bytes(shape, PROMPT + args.max_tokens)
+        disk, room = parse_size(args.disk, flag="--disk"), self.work.free_bytes + self.work.own_bytes
         if disk > room:
             raise UsageError(f"--disk {args.disk}: {format_size(room)} are free there")
         # Half of what may be written is for weights, or what two evaluations need; the rest is for states.
         limit, self._saves = disk_shares(disk, shape.parameters)
-        known = self._work.settings
+        self.work.most, self._states_most = disk - 2 * shape.parameters - BESIDE, limit
+        known = self.work.settings
         if known and known["texts"] > self._together:
             raise BudgetError(f"--memory: this training was begun with room for {known['texts']} texts at once")
         # A file's texts are those of a pass, so that no more states than its own are in memory.
         self.texts = known["texts"] if known else max(1, min(self._together, limit // row // 2))
-        count = known["count"] if known else limit // (row * self.texts)
+        self._file_bytes = row * self.texts + BESIDE
+        count = known["count"] if known else limit // self._file_bytes
         if count < 2:
-            needs = max(disk - limit, 2 * row * self.texts) + 2 * row * self.texts
+            needs = max(disk - limit, 2 * self._file_bytes) + 2 * self._file_bytes
             raise UsageError(f"--disk {args.disk}: give at least {format_size(needs, round_up=True)}")
-        self.shards = collect.Shards(self._work.states, int(count))
+        self.shards = collect.Shards(self.work.states, int(count))
         self._used = {
             "model": str(self._folder), "share": args.share, "tokens": args.max_tokens, "temp": args.temp or 0.0,
             "seed": self._seed, "texts": self.texts, "disk": args.disk,
@@ -267,7 +268,7 @@ class Job:
         if known is not None:
             self._collected_s = known["seconds"]
             if known != self._used | {key: known[key] for key in ("count", "seconds")}:
-                raise UsageError(f"{printable(str(self._work.path))}: begun with other settings; give another --output")
+                raise UsageError(f"{printable(str(self.work.path))}: begun with other settings; give another --output")
         self._begin()
         most = self.shards.count * self.texts
         tell(
@@ -276,17 +277,17 @@ class Job:
         )
 
     def _begin(self) -> None:
-        self._work.begin(self._used | {"count": self.shards.count, "seconds": self._collected_s})
+        self.work.begin(self._used | {"count": self.shards.count, "seconds": self._collected_s})
 
     @property
     def pays_from(self) -> float:
         """The tokens a pass from which the drafter's bytes are better spent so than on the model's weights, of which
         each pass then reads so many more."""
         missing = self._model_bytes - self._memory
-        return LONGER * (1 + self.shape.parameters * WEIGHT_BITS / 8 / missing) if missing > 0 else LONGER
+        return LONGER * (1 + drafter_bytes(self.shape) / missing) if missing > 0 else LONGER
 
     def _price(self) -> str:
-        takes = self.shape.parameters * WEIGHT_BITS / 8
+        takes = drafter_bytes(self.shape)
         said = f"takes {format_size(round(takes))} in 4 bits, {100 * takes / self._memory:.1f} % of the memory"
         if self._memory < self._model_bytes:
             return f"{said}, and pays from {self.pays_from:.2f} tokens a pass"
@@ -301,7 +302,11 @@ class Job:
         resident = not model.outcore.plan.streams
         for n in missing:
             passed = time.monotonic() - began
-            if passed > most_s and n >= 2:
+            written = self.work.written + self._file_bytes  # more than planned where a kill interrupted files
+            if written > self.work.most and n < 2:
+                said = f"--disk {args.disk}: interrupted runs have written {format_size(self.work.written)} of it"
+                raise UsageError(f"{said}; give another --output")
+            if (passed > most_s or written > self._states_most) and n >= 2:
                 self.shards.count = n
                 self._begin()
                 break
@@ -312,56 +317,28 @@ class Job:
             )
             with fast_quantized(evaluated=resident):
                 made = collect.continue_texts(model, layers, self.shape.tapped, prompts, args.max_tokens, draw)
-            self.shards.save(n, made)
+            self.work.write(self.shards.path(n), made)
             self._collected_s = time.monotonic() - began
             self._begin()
             mx.clear_cache()
-        self.written += self.shards.written_bytes
 
-    def _rows(self) -> int:
-        """Returns texts in a step. Raises ``BudgetError`` if not even one fits."""
-        head = 0 if self._head is self._table else self._head.nbytes
-        fixed, each = step_bytes(self.shape, PROMPT + self._args.max_tokens, self._together)
-        fixed += self._table.nbytes + head
-        rows = (self._memory - fixed) // each
-        if rows < 1:
-            needs = format_size(fixed + each, round_up=True)
-            raise BudgetError(f"--memory: training this drafter needs {needs}; give that, or a smaller --share")
-        return int(min(rows, CPU_ROWS if on_cpu() else ROWS))
+    def _rows(self, tables: int) -> int:
+        """Returns texts in a step, and takes no more texts into a file than leave room for one.
 
+        Args:
+            tables: bytes of the embeddings and the output head.
 
-def step_bytes(shape: Shape, length: int, texts: int) -> tuple[int, int]:
-    """Returns the bytes that a training step takes beside the model's tables, and those for each of its texts.
-
-    Args:
-        length: tokens of a text.
-        texts: how many a file of states has.
-    """
-    # Weights and the optimizer's two averages; weights as quantized, gradients, and their squares. Seen on a CPU: 5.4.
-    fixed = 8 * 4 * shape.parameters + 3 * 4 * PIECE + texts * length * (3 * shape.hidden * 2 + 4 + 6 * collect.LIKELY)
-    # For each place, floats of every guess that its gradient needs; on a CPU also what they were made of.
-    guess = 24 * shape.hidden + 6 * shape.intermediate + 5 * shape.heads * length
-    each = 4 * length * (DEPTH * guess + 12 * shape.hidden)
-    return fixed, 4 * each if on_cpu() else each
-
-
-def disk_shares(disk: int, parameters: int) -> tuple[int, int]:
-    """Returns how many of the bytes that may be written are for states (negative: they are too few), and how often
-    weights are saved."""
-    # Each time the best weights, and the last with the optimizer's two averages; at the end the drafter in bfloat16.
-    saved, drafter = parameters * 4 * 4, parameters * 2
-    weights = max(disk // 2, 2 * saved + drafter)
-    return disk - weights, min(SAVES, (weights - drafter) // saved)
-
-
-def _beside(folder: Path) -> int:
-    """Returns the bytes beside the model while states are collected: its embeddings and output head as training needs
-    them, and a matrix of that size that is dequantized for a product."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    sizes = config.get("text_config") or config
-    values = sizes.get("vocab_size", 0) * sizes.get("hidden_size", 0)
-    tables = 1 + any(name.endswith("lm_head.weight") for name in open_checkpoint(folder).tensors)
-    return int(values * (4 * tables + 6 if on_cpu() else 2 * tables + 4))
+        Raises:
+            BudgetError: not even one text fits.
+        """
+        for self._together in [n for n in TOGETHER if n <= self._together]:
+            fixed, each = step_bytes(self.shape, PROMPT + self._args.max_tokens, self._together)
+            rows = (self._memory - fixed - tables) // each
+            if rows >= 1:
+                return int(min(rows, CPU_ROWS if on_cpu() else ROWS))
+        needs = tables + fixed + each
+        said = f"training this drafter needs {format_size(needs, round_up=True)}; give that, or a smaller --share"
+        raise BudgetError(f"--memory {self._args.memory or AUTO}: {said}", needs)
 
 
 def _embeddings(module: nn.Module, tokens: int) -> mx.array:

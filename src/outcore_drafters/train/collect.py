@@ -16,7 +16,6 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from outcore.machine.written import wrote
 from outcore.modules.hooks import TAP, arrays_in, handle, handles
 
 from ..tap import tap
@@ -126,16 +125,6 @@ class Shards:
             except (RuntimeError, ValueError):
                 self.path(n).unlink()
         return [n for n in range(self.count) if not self.path(n).exists()]
-
-    @property
-    def written_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.folder.iterdir())
-
-    def save(self, n: int, made: dict[str, mx.array]) -> None:
-        partial = self.folder / "partial.safetensors"
-        mx.save_safetensors(str(partial), made)
-        wrote("training", partial.stat().st_size)
-        partial.replace(self.path(n))
 
     def load(self, n: int) -> dict[str, mx.array]:
         loaded: Any = mx.load(str(self.path(n)))

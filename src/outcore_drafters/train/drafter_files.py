@@ -11,6 +11,8 @@ from mlx.utils import tree_flatten
 
 from .network import Network, Shape
 
+WEIGHTS = "model.safetensors"
+
 
 def config_of(shape: Shape, model_type: str, layers: int, positions: int, depth: int) -> dict[str, Any]:
     """Returns the config.
@@ -36,7 +38,7 @@ def save(folder: Path, net: Network, config: dict[str, Any], card: str) -> None:
     weights = {key: a.astype(mx.bfloat16) for key, a in tree_flatten(net.parameters())}
     partial = folder / "model.partial.safetensors"
     mx.save_safetensors(str(partial), weights, {"format": "mlx"})
-    partial.replace(folder / "model.safetensors")
+    partial.replace(folder / WEIGHTS)
     (folder / "README.md").write_text(card, encoding="utf-8")
     partial = folder / "config.partial.json"
     partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -16,10 +16,10 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from outcore.machine.device import on_cpu
-from outcore.machine.written import wrote
 
 from .collect import Shards
 from .network import Network, accepted, gradients
+from .work_folder import WorkFolder
 
 # Guesses that are trained for each place, at the end, and guesses that count in "tokens a pass".
 DEPTH, TRIED = 5, 8
@@ -62,23 +62,19 @@ class Trainer:
         ends: tokens after which a continuation does not count.
         rows: texts in a step.
         seconds: the longest time, over all runs of this training.
-        folder: for what a resumed training needs.
+        work: for what a resumed training needs. If it may not be written, training goes on without.
         report: called with each evaluation; ``step_done``: after each step.
-
-    Attributes:
-        written: bytes written to disk by this run.
     """
 
     def __init__(
         self, net: Network, table: mx.array, head: mx.array, shards: Shards, *, prompt: int, ends: list[int], rows: int,
-        seconds: float, folder: Path, seed: int, rate: float = 2e-3, every: float | None = None,
+        seconds: float, work: WorkFolder, seed: int, rate: float = 2e-3, every: float | None = None,
         report: Callable[[Progress, dict[str, float]], None] = lambda *_: None,
         step_done: Callable[[Progress], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.net, self._table, self._head, self._shards = net, table, head, shards
         self._prompt, self._ends, self._rows, self._seconds = prompt, ends, rows, seconds
-        self._folder, self._seed, self._rate, self._report, self._step_done = folder, seed, rate, report, step_done
-        self.written = 0
+        self._work, self._seed, self._rate, self._report, self._step_done = work, seed, rate, report, step_done
         self._every = seconds / 20 if every is None else every
         self.progress = Progress()
         self._optimizer = optim.AdamW(learning_rate=rate, betas=[0.9, 0.95], weight_decay=0.01)
@@ -88,28 +84,29 @@ class Trainer:
         """Trains until the time is over, or until held-out texts show no more progress; ``net`` then has the weights
         of the best evaluation."""
         self._resume()
-        done, began, saved = self.progress.seconds, time.monotonic(), time.monotonic()
+        done, began, saved, best = self.progress.seconds, time.monotonic(), time.monotonic(), False
+        self._every = max(self._every, (self._seconds - done) / max(1.0, self._room()))
         while self.progress.seconds < self._seconds and self.progress.stale < PATIENCE:
             batch = self._batch(self.progress.steps)
             part = self.progress.seconds / self._seconds
             cosine = LEAST + (1 - LEAST) * 0.5 * (1 + math.cos(math.pi * part))
             self._optimizer.learning_rate = mx.array(self._rate * min(1.0, (self.progress.steps + 1) / WARM) * cosine)
-            value = self._step(
-                batch, 2 + int(part * (DEPTH - 1))
-            )  # deeper guesses are worth more once the first are good
+            # Deeper guesses are worth more once the first are good.
+            value = self._step(batch, 2 + int(part * (DEPTH - 1)))
             p = self.progress
             now = float(cast(float, value.item()))
             p.loss = now if not p.steps else 0.98 * p.loss + 0.02 * now
             p.steps, p.seconds = p.steps + 1, done + time.monotonic() - began
             self._step_done(p)
-            if time.monotonic() - saved > self._every or p.seconds >= self._seconds:
-                due = time.monotonic()
-                self._judge()
+            due = time.monotonic()
+            if p.seconds >= self._seconds or (due - saved > self._every and self._room() >= 1):
+                best = self._judge()
                 saved = time.monotonic()
                 self._every = max(self._every, JUDGING * (saved - due))
                 p.seconds = done + saved - began
                 self._save("last")
-        self._load("best")
+        if not best:
+            self._load("best")
         return self.progress
 
     def _step(self, batch: dict[str, mx.array], depth: int) -> mx.array:
@@ -155,16 +152,18 @@ class Trainer:
         exact = {key: part[key].astype(mx.float32) for key in ("states", "chances") if key in part}
         return part | exact | {"counts": counts}
 
-    def _judge(self) -> None:
+    def _judge(self) -> bool:
+        """Returns whether these weights are the best so far."""
         p = self.progress
         found = self.tokens_a_pass()
         now = {"seconds": round(p.seconds, 1), "steps": p.steps, "loss": round(p.loss, 4), "tokens_a_pass": found}
         p.history.append(now)
-        p.stale += 1
-        if found > p.best:
+        best, p.stale = found > p.best, p.stale + 1
+        if best:
             p.best, p.stale = found, 0
             self._save("best")
         self._report(p, now)
+        return best
 
     def tokens_a_pass(self) -> float:
         """Returns how many tokens a verifying pass gives on held-out texts, counted as when drafting: after each pass
@@ -188,20 +187,27 @@ class Trainer:
                 break
         return round(made / max(1, passes), 4)
 
-    def _save(self, name: str) -> None:
+    def _weights(self, name: str) -> dict[str, mx.array]:
         arrays = dict(tree_flatten(self.net.parameters(), prefix=".net"))
         if name == "last":
             arrays |= dict(tree_flatten(self._optimizer.state, prefix=".optimizer"))
-        meta = {"progress": json.dumps(self.progress.__dict__)}
-        partial_file = self._folder / f"{name}.partial.safetensors"
-        mx.save_safetensors(str(partial_file), {key: a for key, a in arrays.items() if isinstance(a, mx.array)}, meta)
-        self.written += partial_file.stat().st_size
-        wrote("training", partial_file.stat().st_size)
-        partial_file.replace(self._folder / f"{name}.safetensors")
+        return {key: a for key, a in arrays.items() if isinstance(a, mx.array)}
+
+    def _room(self) -> float:
+        """Returns after how many evaluations weights may still be saved."""
+        return self._work.room(self._weights("best"), self._weights("last"))
+
+    def _save(self, name: str) -> None:
+        """Saves weights, if they may still be written."""
+        if self._work.room(arrays := self._weights(name)) >= 1:
+            self._work.write(self._file(name), arrays, {"progress": json.dumps(self.progress.__dict__)})
+
+    def _file(self, name: str) -> Path:
+        return self._work.path / f"{name}.safetensors"
 
     def _kept(self, name: str) -> tuple[dict[str, mx.array], Progress] | None:
         """Returns what ``_save`` wrote, lazy; None: nothing, or it is not whole."""
-        file = self._folder / f"{name}.safetensors"
+        file = self._file(name)
         if not file.exists():
             return None
         try:

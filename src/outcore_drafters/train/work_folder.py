@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from filelock import lock_descriptor
 
 from outcore.errors import UsageError
+from outcore.machine.written import wrote
 from outcore.text import printable
 
 # Its name, in the drafter's folder.
 WORK = "training"
 
+# Bytes of an array's name, shape and place in a file, at most.
+NAMED = 256
+
 # What is in it: names, and patterns of them.
-SETTINGS, STATES = "settings.json", "states"
-OWN = (SETTINGS, "*.safetensors", f"{STATES}/*.safetensors")
+SETTINGS, STATES, PARTIAL = "settings.json", "states", ".partial"
+OWN = (SETTINGS, f"{SETTINGS}{PARTIAL}", "*.safetensors", f"{STATES}/*.safetensors")
 
 
 class WorkFolder:
-    """Args: path: of the folder, which need not be there yet."""
+    """A training's folder.
+
+    Args:
+        path: of the folder, which need not be there yet.
+
+    Attributes:
+        written: bytes written in all runs of the training, also those of files that a kill interrupted.
+        most: bytes that may be written.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self._descriptor = path, -1
+        self.written, self.most = 0, math.inf
+        self._settings: dict[str, Any] = {}
 
     @property
     def states(self) -> Path:
@@ -39,7 +55,15 @@ class WorkFolder:
     @property
     def own_bytes(self) -> int:
         """Bytes of its files."""
-        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file()) if self.path.is_dir() else 0
+        return sum(file.stat().st_size for file in self._files())
+
+    def _files(self) -> list[Path]:
+        return [file for pattern in OWN for file in self.path.glob(pattern)]
+
+    @property
+    def _unfinished(self) -> list[Path]:
+        """Files that a kill interrupted."""
+        return [file for file in self._files() if "partial" in file.name]
 
     @property
     def settings(self) -> dict[str, Any] | None:
@@ -49,12 +73,13 @@ class WorkFolder:
             UsageError: they cannot be read.
         """
         file = self.path / SETTINGS
-        kept = (f for pattern in OWN[1:] for f in self.path.glob(pattern) if "partial" not in f.name)
-        if not file.exists() or not any(kept):
+        kept = set(self._files()) - {file, *self._unfinished}
+        if not file.exists() or not kept:
             return None
         try:
             found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             seconds = float(found.get("seconds", 0.0))
+            found.pop("written", None)
             return {**found, "count": int(found["count"]), "texts": int(found["texts"]), "seconds": seconds}
         except (ArithmeticError, AttributeError, ValueError, TypeError, KeyError):
             raise UsageError(f"{printable(str(file))}: not written by this version; remove the folder") from None
@@ -72,9 +97,41 @@ class WorkFolder:
                 os.close(descriptor)
                 raise UsageError(f"{printable(str(self.path))}: another process trains there; give another --output")
             self._descriptor = descriptor
-        partial = self.path / f"{SETTINGS}.partial"
-        partial.write_text(json.dumps(settings), encoding="utf-8")
+            self.written, unfinished = self._written_before(), self._unfinished
+            self._keep(settings)
+            for file in unfinished:
+                file.unlink(missing_ok=True)  # once counted
+        else:
+            self._keep(settings)
+
+    def _written_before(self) -> int:
+        """Returns bytes that earlier runs wrote."""
+        try:
+            kept = int(json.loads((self.path / SETTINGS).read_text(encoding="utf-8"))["written"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return self.own_bytes  # begun by a version that did not count them
+        return kept + sum(file.stat().st_size for file in self._unfinished)
+
+    def _keep(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        partial = self.path / f"{SETTINGS}{PARTIAL}"
+        partial.write_text(json.dumps(settings | {"written": self.written}), encoding="utf-8")
+        self.written += partial.stat().st_size
         partial.replace(self.path / SETTINGS)
+
+    def room(self, *arrays: dict[str, mx.array]) -> float:
+        """Returns how many times files of ``arrays`` may still be written."""
+        return (self.most - self.written) / sum(a.nbytes + NAMED for each in arrays for a in each.values())
+
+    def write(self, file: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
+        """Writes a safetensors file, whole or not at all, and counts its bytes."""
+        partial = file.with_suffix(f"{PARTIAL}.safetensors")
+        mx.save_safetensors(str(partial), arrays, metadata or {})
+        nbytes = partial.stat().st_size
+        self.written += nbytes
+        self._keep(self._settings)  # before it has its name: counted twice after a kill here, rather than not at all
+        wrote("training", nbytes)
+        partial.replace(file)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -83,9 +140,8 @@ class WorkFolder:
 
     def remove(self) -> None:
         """Removes the files of a training, and the folder if it holds nothing else."""
-        for pattern in OWN:
-            for file in self.path.glob(pattern):
-                file.unlink(missing_ok=True)
+        for file in self._files():
+            file.unlink(missing_ok=True)
         for folder in (self.states, self.path):
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
