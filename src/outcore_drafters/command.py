@@ -89,6 +89,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         with ProgressBar() as bar:
             progress = job.run(bar)
+        mx.clear_cache()
         _save(args, job, progress, folder, out)
         work.remove()
     except KeyboardInterrupt:
