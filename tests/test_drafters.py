@@ -323,7 +323,7 @@ def test_a_drafter_in_place_of_a_model_is_called_one(
     (text := tmp_path / "text.txt").write_text("a b c " * 10_000, encoding="utf-8")
     train = ["draft", "train", "--input", str(text), "--output", str(tmp_path / "new"), "--model"]
     of = "a model of type qwen3_5" if form == "of its type" else "a model"
-    for words in (["generate", "-p", "hi"], ["chat"], ["info"], ["plan", "--no-calibrate"], train):
+    for words in (["generate", "-p", "hi"], ["chat"], ["info"], ["pack"], ["plan", "--no-calibrate"], train):
         assert main([*words, str(folder)]) == 1
         said = f"{folder}: is a drafter for {of}; give that model, with --draft {folder}\n"
         assert capsys.readouterr().err.endswith(f"outcore {words[0]}: {said}")

@@ -9,10 +9,12 @@ from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.manifest import CODING, COMPACT, PLAIN, PLANES
 from outcore.cli.engine import ProgressBar
 from outcore.cli.flags import text_of
+from outcore.decode.opening import options_for
 from outcore.decode.preparation import prepare
 from outcore.decode.speculative.sources import draft_source, parse_draft
 from outcore.errors import UsageError
 from outcore.machine.device import on_cpu
+from outcore.options import LoadOptions
 from outcore.sizes import format_size
 from outcore.text import printable, shortened
 
@@ -31,6 +33,7 @@ def run(args: argparse.Namespace) -> None:
     if args.output is not None:
         text_of("--output", str(args.output))  # MLX can only open names that are valid text
     folder, trust = resolve_model(args.model, args.revision), {"trust_remote_code": args.trust_remote_code}
+    options_for(folder, LoadOptions())  # refuses a drafter
     written = set[str]()
     with ProgressBar() as bar:
 
