@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -509,10 +510,11 @@ def test_what_cannot_be_trained_is_refused(
 
 
 @pytest.mark.parametrize("step", [0, 50_000_000])
+@pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("memory", ["400kB", "40MB"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_memory_that_a_refusal_asks_for_is_enough(
-    step: int, memory: str, tied: bool, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    step: int, share: bool, memory: str, tied: bool, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Whatever takes most; also where the head takes more than layers."""
@@ -520,9 +522,12 @@ def test_the_memory_that_a_refusal_asks_for_is_enough(
     monkeypatch.setitem(zoo.CONFIGS, "llama", zoo.CONFIGS["llama"] | more)
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     save_tokenizer(folder)
-    monkeypatch.setattr(command, "step_bytes", lambda *_: (step, 1))
+    for module in (command, sizes):
+        monkeypatch.setattr(module, "step_bytes", lambda shape, *_: (step * shape.intermediate // 64, 1))
     monkeypatch.setattr(training.Trainer, "run", lambda self: training.Progress(best=1.0))
     words = [*small, "--model", str(folder)]
+    if not share:
+        del words[(at := words.index("--share")) : at + 2]
     at = words.index("--memory") + 1
     words[at] = memory
     assert main(words) == (1 if step or memory == "400kB" else 0)
@@ -551,6 +556,39 @@ def test_a_drafters_size_follows_the_models_width_unless_a_share_is_asked_for(
     assert "of the memory; it pays where several tokens are computed nearly as fast" in capsys.readouterr().err
 
 
+def test_a_drafter_is_as_wide_as_it_can_be_trained_and_stays_so(
+    model: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the memory given, up to its usual width, down to the model's; also where a run with more memory goes on."""
+    del small[(at := small.index("--share")) : at + 2]
+    small.remove("--quiet")
+    hidden, usual, each = 64, sizes.usual_width(64), 1_000_000
+    monkeypatch.setattr(zoo, "CONFIGS", zoo.CONFIGS | {"llama": zoo.CONFIGS["llama"] | {"hidden_size": hidden}})
+    folder = zoo.save_checkpoint("llama", tmp_path / "wide")
+    save_tokenizer(folder)
+    for module in (command, sizes):
+        monkeypatch.setattr(module, "step_bytes", lambda shape, *_: (each * shape.intermediate, 1))
+    seen = list[int]()
+
+    def trained(self: training.Trainer) -> training.Progress:
+        seen.append(self.net._shape.intermediate)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.Trainer, "run", trained)
+    for n, (memory, inner) in enumerate([(usual, usual), (usual - 32, usual - 64), (70, 64), (40, 0)]):
+        words = [*small, "--model", str(folder), "--output", str(tmp_path / f"out {n}")]
+        words[words.index("--memory") + 1] = f"{(memory * each + 3_000_000) // 1000}kB"
+        assert main(words) == (130 if inner else 1)
+        said = capsys.readouterr().err
+        assert ("less than usual" in said) == (0 < inner < usual)
+        assert seen == [inner] if inner else "training this drafter needs" in said
+        if inner:
+            words[words.index("--memory") + 1] = "1GB"
+            assert main(words) == 130 and seen == [inner, inner]
+            capsys.readouterr()
+        seen.clear()
+
+
 def test_what_a_drafter_takes_and_gains_is_said(
     model: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -566,7 +604,7 @@ def test_what_a_drafter_takes_and_gains_is_said(
 
 def test_a_drafter_pays_from_what_it_has_each_pass_read_more() -> None:
     job = command.Job.__new__(command.Job)
-    job.shape, job._model_bytes, job._memory = SHAPE, 1_000_000, 900_000
+    job.shape, job._model_bytes, job._memory, job._args = SHAPE, 1_000_000, 900_000, Namespace(share=0.1)
     takes = SHAPE.parameters * 4.5 / 8
     assert job.pays_from == pytest.approx(1.07 * (1 + takes / 100_000))
     said = f"takes {takes / 1000:.2f} KB in 4 bits, {takes / 9000:.1f} % of the memory, and pays from"

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,19 @@ from outcore.text import printable
 from .config import config_of, is_drafter
 from .published import trained_values
 from .train import collect, drafter_files, texts
-from .train.network import Network
+from .train.network import Network, Shape
 from .train.products import fast_quantized
 from .train.sizes import (
     beside_bytes,
     disk_shares,
     drafter_bytes,
     drafter_shape,
+    fitted,
     sizes_of,
     step_bytes,
     tables_of,
     text_bytes,
+    usual_width,
 )
 from .train.training import DEPTH, TRIED, Progress, Trainer, is_held_out
 from .train.work_folder import WORK, WorkFolder
@@ -151,6 +154,7 @@ class Job:
         self._seed = 0 if args.seed is None else args.seed
         self.input_bytes = sum(file.stat().st_size for file in files)  # once trained, the texts may be gone
         self._model_bytes = open_checkpoint(folder).nbytes
+        self._length = PROMPT + args.max_tokens
         self._collected_s = 0.0  # spent on the files of states that are there
 
     def run(self, bar: ProgressBar) -> Progress:
@@ -164,8 +168,7 @@ class Job:
         model = self._load()
         try:
             self._measure(model)
-            tables = {id(array): array.nbytes for array in (self._table, self._head)}
-            rows = self._rows(sum(tables.values()))
+            rows = self._rows()
             self._check()
             self._collect(model, bar)
         finally:
@@ -197,7 +200,7 @@ class Job:
 
     def _load(self) -> Any:
         """Loads the model with room for as many texts in a pass as the memory allows."""
-        options = loading_options(self._args) | {"draft": NONE, "context": PROMPT + self._args.max_tokens}
+        options = loading_options(self._args) | {"draft": NONE, "context": self._length}
         options |= {"govern": False, "head_resident": True}  # tapped layers stay streamed, or resident
         options["memory"] = max(1, self._memory - (beside := beside_bytes(self._folder)))
         for self._together in TOGETHER:
@@ -217,10 +220,17 @@ class Job:
         """Returns the bytes that training needs, from the model's config; 0: it does not say."""
         match sizes_of(self._folder):
             case {"hidden_size": int(hidden), "vocab_size": int(vocabulary), "num_hidden_layers": int(layers)}:
-                shape = drafter_shape(self._folder, hidden, vocabulary, layers, self._args.share)
                 tables = vocabulary * hidden * (4 if on_cpu() else 2) * tables_of(self._folder)
-                return tables + sum(step_bytes(shape, PROMPT + self._args.max_tokens, TOGETHER[-1]))
+                return tables + sum(step_bytes(self._shape(hidden, vocabulary, layers, 0), self._length, 1))
         return 0
+
+    def _shape(self, hidden: int, vocabulary: int, layers: int, room: int) -> Shape:
+        """Returns the shape of the drafter that is trained in ``room`` bytes beside the tables."""
+        share, known = self._args.share, self.work.settings
+        shape = drafter_shape(self._folder, hidden, vocabulary, layers, share)
+        if known is not None:
+            return replace(shape, intermediate=known["inner"] or shape.intermediate)
+        return shape if share is not None else fitted(shape, room, self._length)
 
     def _measure(self, model: Any) -> None:
         text = getattr(model, "language_model", model)
@@ -237,13 +247,14 @@ class Job:
         self._table = _embeddings(inner.embed_tokens, len(self._head)).astype(dtype) if own_head else self._head
         mx.eval(self._table)
         vocabulary, hidden = self._table.shape
-        self.shape = drafter_shape(self._folder, hidden, vocabulary, self.layers, self._args.share)
+        self._tables = self._table.nbytes + (self._head.nbytes if own_head else 0)
+        self.shape = self._shape(hidden, vocabulary, self.layers, self._memory - self._tables)
         self._ends = sorted({e for e in _ends(self._folder) if e is not None})
 
     def _check(self) -> None:
         """Chooses how many texts fit on the disk, and refuses other settings than a begun training's."""
         args, shape = self._args, self.shape
-        row = text_bytes(shape, PROMPT + args.max_tokens)
+        row = text_bytes(shape, self._length)
         disk, room = parse_size(args.disk, flag="--disk"), self.work.free_bytes + self.work.own_bytes
         if disk > room:
             raise UsageError(f"--disk {args.disk}: {format_size(room)} are free there")
@@ -268,7 +279,7 @@ class Job:
         }  # fmt: skip
         if known is not None:
             self._collected_s = known["seconds"]
-            if known != self._used | {key: known[key] for key in ("count", "seconds")}:
+            if known != self._used | {key: known[key] for key in ("count", "seconds", "inner")}:
                 raise UsageError(f"{printable(str(self.work.path))}: begun with other settings; give another --output")
         self._begin()
         most = self.shards.count * self.texts
@@ -278,7 +289,8 @@ class Job:
         )
 
     def _begin(self) -> None:
-        self.work.begin(self._used | {"count": self.shards.count, "seconds": self._collected_s})
+        made = {"count": self.shards.count, "seconds": self._collected_s, "inner": self.shape.intermediate}
+        self.work.begin(self._used | made)
 
     @property
     def pays_from(self) -> float:
@@ -290,6 +302,8 @@ class Job:
     def _price(self) -> str:
         takes = drafter_bytes(self.shape)
         said = f"takes {format_size(round(takes))} in 4 bits, {100 * takes / self._memory:.1f} % of the memory"
+        if self._args.share is None and self.shape.intermediate < usual_width(self.shape.hidden):
+            said += " (less than usual, to be trained in it)"
         if self._memory < self._model_bytes:
             return f"{said}, and pays from {self.pays_from:.2f} tokens a pass"
         return f"{said}; it pays where several tokens are computed nearly as fast as one, as the model needs no disk"
@@ -323,21 +337,15 @@ class Job:
             self._begin()
             mx.clear_cache()
 
-    def _rows(self, tables: int) -> int:
-        """Returns texts in a step, and takes no more texts into a file than leave room for one.
-
-        Args:
-            tables: bytes of the embeddings and the output head.
-
-        Raises:
-            BudgetError: not even one text fits.
-        """
+    def _rows(self) -> int:
+        """Returns texts in a step, and takes no more texts into a file than leave room for one. Raises ``BudgetError``
+        if not even one text fits."""
         for self._together in [n for n in TOGETHER if n <= self._together]:
-            fixed, each = step_bytes(self.shape, PROMPT + self._args.max_tokens, self._together)
-            rows = (self._memory - fixed - tables) // each
+            fixed, each = step_bytes(self.shape, self._length, self._together)
+            rows = (self._memory - fixed - self._tables) // each
             if rows >= 1:
                 return int(min(rows, CPU_ROWS if on_cpu() else ROWS))
-        needs = tables + fixed + each
+        needs = self._tables + fixed + each
         said = f"training this drafter needs {format_size(needs, round_up=True)}; give that, or a smaller --share"
         raise BudgetError(f"--memory {self._args.memory or AUTO}: {said}", needs)
 

@@ -219,11 +219,18 @@ def loss(net: Network, batch: dict[str, Any], table: mx.array, head: mx.array, d
 def gradients(
     net: Network, batch: dict[str, Any], table: mx.array, head: mx.array, depth: int
 ) -> tuple[mx.array, dict[str, Any]]:
-    """Returns ``loss`` and its gradients, a tree as that of the parameters. Arguments as there."""
+    """Returns ``loss`` and its gradients, evaluated, a tree as that of the parameters. Arguments as there."""
     net.coarsen()
-    value, found = nn.value_and_grad(net, lambda: loss(net, batch, table, head, depth))()
-    summed = {f"{name}.weight": matrix.gradient() for name, matrix in net.matrices}
-    made: dict[str, Any] = tree_unflatten(list((dict(tree_flatten(found)) | summed).items()))
+    value, tree = nn.value_and_grad(net, lambda: loss(net, batch, table, head, depth))()
+    matrices = {f"{name}.weight": matrix for name, matrix in net.matrices}
+    found = {name: a for name, a in tree_flatten(tree) if name not in matrices}
+    mx.eval(value, found, [matrix.rows for matrix in matrices.values()])
+    for matrix in matrices.values():
+        matrix.free()
+    for name, matrix in matrices.items():
+        found[name] = matrix.gradient()
+        mx.eval(found[name])
+    made: dict[str, Any] = tree_unflatten([(name, found[name]) for name, _ in tree_flatten(tree)])
     return value, made
 
 

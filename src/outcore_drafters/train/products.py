@@ -92,7 +92,7 @@ class Linear(nn.Linear):
         """Quantizes the weights as they are now. To be called before products, and again after ``gradient``."""
         weight = coarse(self.weight)
         mx.eval(weight)
-        self._rows: Any = ([], [])
+        self._rows: Any = ([], [])  # of all products' gradients, and inputs
 
         @mx.custom_function
         def product(x: mx.array) -> mx.array:
@@ -110,10 +110,19 @@ class Linear(nn.Linear):
         made: mx.array = self._product(x)
         return made
 
+    @property
+    def rows(self) -> Any:
+        """What ``gradient`` is made of."""
+        return self._rows
+
+    def free(self) -> None:
+        """Frees the quantized weights, which are not needed once ``rows`` are evaluated."""
+        self._product = None
+
     def gradient(self) -> mx.array:
         """Returns the weights' gradient by all products since ``coarsen``."""
         cotangents, inputs = (mx.concatenate(rows) for rows in self._rows)
-        self._rows = self._product = None
+        self._rows = None
         return _plain(cotangents.T, inputs)
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from outcore.machine.device import on_cpu
 
@@ -111,12 +111,15 @@ class Trainer:
 
     def _step(self, batch: dict[str, mx.array], depth: int) -> mx.array:
         value, found = gradients(self.net, batch, self._table, self._head, depth)
-        mx.eval(value, found)
-        clipped, _ = optim.clip_grad_norm(found, 1.0)
-        self._optimizer.update(self.net, clipped)
-        del found, clipped
-        for _, weight in tree_flatten(self.net.parameters()):
-            mx.eval(weight)  # one by one, so that no more than one lies in memory old and new
+        squares = mx.array(0.0)
+        for _, array in tree_flatten(found):  # one by one, here and below: MLX frees memory once all is computed
+            squares = squares + array.square().sum()
+            mx.eval(squares)
+        clip = mx.minimum(1 / (mx.sqrt(squares) + 1e-6), 1.0)  # as mlx.optimizers.clip_grad_norm
+        self._optimizer.update(self.net, tree_map(lambda array: array * clip, found))
+        del found
+        for weight in sorted((a for _, a in tree_flatten(self.net.parameters())), key=lambda a: a.size):
+            mx.eval(weight)  # the largest at last, when the others' gradients are gone
         mx.eval(self._optimizer.state)
         return value
 

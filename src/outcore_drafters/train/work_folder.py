@@ -80,7 +80,8 @@ class WorkFolder:
             found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             seconds = float(found.get("seconds", 0.0))
             found.pop("written", None)
-            return {**found, "count": int(found["count"]), "texts": int(found["texts"]), "seconds": seconds}
+            whole = {"count": int(found["count"]), "texts": int(found["texts"]), "inner": int(found.get("inner", 0))}
+            return {**found, **whole, "seconds": seconds}
         except (ArithmeticError, AttributeError, ValueError, TypeError, KeyError):
             raise UsageError(f"{printable(str(file))}: not written by this version; remove the folder") from None
 
