@@ -13,7 +13,7 @@ COMMANDS = {
         "resumes with the same command. Then use it with --draft DIR.",
         "outcore_drafters.command:run",
         "outcore_drafters.commands:DRAFT",
-        f"train --model {HUB} --input notes/ src/ --output drafter --memory 4GB",
+        f"train --model {HUB} --input notes/ src/ --output drafter --memory 10GB",
         GET,
         last=True,
     )
