@@ -378,14 +378,29 @@ def test_what_kills_interrupt_counts_among_the_bytes_that_may_be_written(
     assert sum(written) <= json.loads(said.out.splitlines()[-1])["bytes"] <= 1.1 * sum(written)
 
 
+@pytest.mark.parametrize("more", [0, 50_000])
+def test_the_bytes_on_disk_that_a_refusal_asks_for_are_enough_and_so_are_more(
+    more: int, model: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training.Trainer, "run", lambda self: training.Progress(best=1.0))
+    at = small.index("--disk") + 1
+    small[at] = "1kB"
+    assert main([*small, "--model", str(model)]) == 2
+    asked = re.search(r"give at least ([0-9.]+ MB)", capsys.readouterr().err)
+    assert asked is not None
+    small[at] = f"{parse_size(asked[1]) + more}B"
+    assert main([*small, "--model", str(model)]) == 0, capsys.readouterr().err
+
+
 def test_a_training_keeps_other_files_and_other_processes_out(
     model: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(training.Trainer, "run", lambda self: training.Progress(best=1.0))
     work = tmp_path / "out" / "training"
     (work / "states").mkdir(parents=True)
-    (work / "precious").touch()
-    (work / "states" / "states-00000.safetensors").write_bytes(bytes(4))  # not whole: made again
+    theirs = {work / "precious", work / "best_of_mine.safetensors"}
+    for file in theirs:
+        file.touch()
     other = WorkFolder(work)
     other.begin({})
     (work / "settings.json").unlink()
@@ -393,7 +408,26 @@ def test_a_training_keeps_other_files_and_other_processes_out(
     assert "another process trains there" in capsys.readouterr().err
     other.close()
     assert main([*small, "--model", str(model)]) == 0
-    assert [p.name for p in work.iterdir()] == ["precious"]
+    assert set(work.iterdir()) == theirs
+
+
+def test_states_without_their_settings_are_refused_and_those_that_are_not_whole_made_again(
+    model: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(_: training.Trainer) -> training.Progress:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Trainer, "run", stopped)
+        assert main([*small, "--model", str(model)]) == 130
+    monkeypatch.setattr(training.Trainer, "run", lambda self: training.Progress(best=1.0))
+    settings = tmp_path / "out" / "training" / "settings.json"
+    kept = settings.rename(tmp_path / "kept")
+    assert main([*small, "--model", str(model), "--max-tokens", "5"]) == 2
+    assert "settings.json: missing" in capsys.readouterr().err
+    kept.rename(settings)
+    (settings.parent / "states" / "states-00000.safetensors").write_bytes(bytes(4))
+    assert main([*small, "--model", str(model)]) == 0
 
 
 def test_a_streamed_models_embeddings_are_read_for_training(

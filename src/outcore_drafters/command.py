@@ -265,7 +265,7 @@ class Job:
         if known and known["texts"] > self._together:
             raise BudgetError(f"--memory: this training was begun with room for {known['texts']} texts at once")
         # A file's texts are those of a pass, so that no more states than its own are in memory.
-        self.texts = known["texts"] if known else max(1, min(self._together, limit // row // 2))
+        self.texts = known["texts"] if known else max(1, min(self._together, (limit // 2 - BESIDE) // row))
         self._file_bytes = row * self.texts + BESIDE
         count = known["count"] if known else limit // self._file_bytes
         if count < 2:

@@ -24,7 +24,8 @@ NAMED = 256
 
 # What is in it: names, and patterns of them.
 SETTINGS, STATES, PARTIAL = "settings.json", "states", ".partial"
-OWN = (SETTINGS, f"{SETTINGS}{PARTIAL}", "*.safetensors", f"{STATES}/*.safetensors")
+WEIGHTS = ("best.*safetensors", "last.*safetensors")
+OWN = (*WEIGHTS, f"{STATES}/states-*.safetensors", f"{STATES}/partial.safetensors", f"{SETTINGS}{PARTIAL}", SETTINGS)
 
 
 class WorkFolder:
@@ -70,11 +71,11 @@ class WorkFolder:
         """The settings of a training that can be resumed here; None: there is none.
 
         Raises:
-            UsageError: they cannot be read.
+            UsageError: they cannot be read, so that nobody knows what its files were made of.
         """
         file = self.path / SETTINGS
         kept = set(self._files()) - {file, *self._unfinished}
-        if not file.exists() or not kept:
+        if not kept:
             return None
         try:
             found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -82,8 +83,9 @@ class WorkFolder:
             found.pop("written", None)
             whole = {"count": int(found["count"]), "texts": int(found["texts"]), "inner": int(found.get("inner", 0))}
             return {**found, **whole, "seconds": seconds}
-        except (ArithmeticError, AttributeError, ValueError, TypeError, KeyError):
-            raise UsageError(f"{printable(str(file))}: not written by this version; remove the folder") from None
+        except (FileNotFoundError, ArithmeticError, AttributeError, ValueError, TypeError, KeyError):
+            said = "missing, or not written by this version; remove the folder"
+            raise UsageError(f"{printable(str(file))}: {said}") from None
 
     def begin(self, settings: dict[str, Any]) -> None:
         """Makes and locks the folder, and writes the settings.
@@ -109,7 +111,7 @@ class WorkFolder:
         """Returns bytes that earlier runs wrote."""
         try:
             kept = int(json.loads((self.path / SETTINGS).read_text(encoding="utf-8"))["written"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ArithmeticError, ValueError, KeyError, TypeError):
             return self.own_bytes  # begun by a version that did not count them
         return kept + sum(file.stat().st_size for file in self._unfinished)
 
