@@ -420,8 +420,17 @@ def test_states_without_their_settings_are_refused_and_those_that_are_not_whole_
     with monkeypatch.context() as patch:
         patch.setattr(training.Trainer, "run", stopped)
         assert main([*small, "--model", str(model)]) == 130
+    settings, own = tmp_path / "out" / "training" / "settings.json", training.Trainer.run
+
+    def damaged(self: training.Trainer) -> training.Progress:
+        (settings.parent / "states" / "states-00001.safetensors").write_bytes(bytes(4))
+        return own(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Trainer, "run", damaged)
+        assert main([*small, "--model", str(model)]) == 1
+    assert "states-00001.safetensors: gone, or not whole" in capsys.readouterr().err
     monkeypatch.setattr(training.Trainer, "run", lambda self: training.Progress(best=1.0))
-    settings = tmp_path / "out" / "training" / "settings.json"
     kept = settings.rename(tmp_path / "kept")
     assert main([*small, "--model", str(model), "--max-tokens", "5"]) == 2
     assert "settings.json: missing" in capsys.readouterr().err

@@ -16,7 +16,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from outcore.errors import HeaderError
 from outcore.modules.hooks import TAP, arrays_in, handle, handles
+from outcore.text import printable
 
 from ..tap import tap
 
@@ -122,11 +124,15 @@ class Shards:
             try:
                 if self.path(n).exists():
                     self.load(n)  # reads the header, which says where the file ends
-            except (RuntimeError, ValueError):
+            except HeaderError:
                 self.path(n).unlink()
         return [n for n in range(self.count) if not self.path(n).exists()]
 
     def load(self, n: int) -> dict[str, mx.array]:
-        loaded: Any = mx.load(str(self.path(n)))
+        try:
+            loaded: Any = mx.load(str(self.path(n)))
+        except (RuntimeError, ValueError) as error:
+            said = "gone, or not whole; give the same command again to collect it anew"
+            raise HeaderError(f"{printable(str(self.path(n)))}: {said}") from error
         made: dict[str, mx.array] = loaded
         return made
