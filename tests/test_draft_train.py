@@ -352,6 +352,39 @@ def test_the_time_of_collecting_counts_over_all_runs(
     assert len(done) == 2
 
 
+def test_a_training_goes_on_with_less_memory_than_it_was_begun_with(
+    model: Path, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with ``--memory auto`` beside other programs: with fewer texts in a pass, but the same files."""
+    asked, own, load = list[int](), collect.continue_texts, outcore.load_model
+
+    def loaded(*args: Any, **named: Any) -> Any:
+        asked.append(named["memory"])
+        return load(*args, **named)
+
+    def stopped(*args: Any) -> Any:
+        made = own(*args)
+        monkeypatch.setattr(collect, "continue_texts", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        return made
+
+    small[small.index("--minutes") + 1] = "5"
+    monkeypatch.setattr(outcore, "load_model", loaded)
+    monkeypatch.setattr(training.Trainer, "run", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    whole, again = ([*small, "--model", str(model), "--output", str(tmp_path / name)] for name in ("whole", "again"))
+    assert main(whole) == 130
+    monkeypatch.setattr(collect, "continue_texts", stopped)
+    assert main(again) == 130
+    monkeypatch.setattr(collect, "continue_texts", own)
+    monkeypatch.setattr(command, "TOGETHER", (24, 1))
+    assert main(again) == 130
+    files = [sorted((tmp_path / name / "training" / "states").iterdir()) for name in ("whole", "again")]
+    assert len(files[0]) == len(files[1]) > 1
+    for one, other in zip(*(map(mx.load, each) for each in files), strict=True):
+        assert one["tokens"].shape[0] > 24 and all(a.shape == other[key].shape for key, a in one.items())
+        assert mx.array_equal(one["tokens"], other["tokens"]).item()
+    assert asked[0] == asked[1] > asked[2] + files[0][1].stat().st_size  # for states of several passes
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_what_kills_interrupt_counts_among_the_bytes_that_may_be_written(
     seed: int, model: Path, small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -434,6 +467,10 @@ def test_states_without_their_settings_are_refused_and_those_that_are_not_whole_
     kept = settings.rename(tmp_path / "kept")
     assert main([*small, "--model", str(model), "--max-tokens", "5"]) == 2
     assert "settings.json: missing" in capsys.readouterr().err
+    for known in json.loads(kept.read_text()), {}:
+        settings.write_text(json.dumps(known | {"texts": 0}))
+        assert main([*small, "--model", str(model)]) == 2
+        assert "not written by this version" in capsys.readouterr().err
     kept.rename(settings)
     (settings.parent / "states" / "states-00000.safetensors").write_bytes(bytes(4))
     assert main([*small, "--model", str(model)]) == 0
@@ -454,6 +491,7 @@ def test_a_streamed_models_embeddings_are_read_for_training(
         tables.extend((table, head))
         raise UsageError("seen")
 
+    small[small.index("--minutes") + 1] = "5"
     monkeypatch.setattr(outcore, "load_model", loaded)
     monkeypatch.setattr(command, "Trainer", trainer)
     assert main([*small, "--model", str(model), "--resident", "1"]) == 2 and "seen" in capsys.readouterr().err

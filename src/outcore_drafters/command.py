@@ -202,7 +202,10 @@ class Job:
         """Loads the model with room for as many texts in a pass as the memory allows."""
         options = loading_options(self._args) | {"draft": NONE, "context": self._length}
         options |= {"govern": False, "head_resident": True}  # tapped layers stay streamed, or resident
-        options["memory"] = max(1, self._memory - (beside := beside_bytes(self._folder)))
+        beside = beside_bytes(self._folder)
+        if (known := self.work.settings) is not None:  # begun with more memory, maybe: states of several passes
+            beside += 2 * known["texts"] * text_bytes(sizes_of(self._folder).get("hidden_size", 0), self._length)
+        options["memory"] = max(1, self._memory - beside)
         for self._together in TOGETHER:
             try:
                 model, _ = outcore.load_model(str(self._folder), **options, batch=self._together)
@@ -254,7 +257,7 @@ class Job:
     def _check(self) -> None:
         """Chooses how many texts fit on the disk, and refuses other settings than a begun training's."""
         args, shape = self._args, self.shape
-        row = text_bytes(shape, self._length)
+        row = text_bytes(shape.hidden, self._length)
         disk, room = parse_size(args.disk, flag="--disk"), self.work.free_bytes + self.work.own_bytes
         if disk > room:
             raise UsageError(f"--disk {args.disk}: {format_size(room)} are free there")
@@ -262,8 +265,6 @@ class Job:
         limit, self._saves = disk_shares(disk, shape.parameters)
         self.work.most, self._states_most = disk - 2 * shape.parameters - BESIDE, limit
         known = self.work.settings
-        if known and known["texts"] > self._together:
-            raise BudgetError(f"--memory: this training was begun with room for {known['texts']} texts at once")
         # A file's texts are those of a pass, so that no more states than its own are in memory.
         self.texts = known["texts"] if known else max(1, min(self._together, (limit // 2 - BESIDE) // row))
         self._file_bytes = row * self.texts + BESIDE
@@ -330,8 +331,13 @@ class Job:
             prompts = texts.pieces(
                 self._tokenizer, self._files, self.texts, PROMPT, [self._seed, n], held_out=is_held_out(n)
             )
-            with fast_quantized(evaluated=resident):
-                made = collect.continue_texts(model, layers, self.shape.tapped, prompts, args.max_tokens, draw)
+            passes = list[dict[str, mx.array]]()
+            for at in range(0, self.texts, self._together):
+                some = prompts[at : at + self._together]
+                with fast_quantized(evaluated=resident):
+                    made = collect.continue_texts(model, layers, self.shape.tapped, some, args.max_tokens, draw)
+                passes.append(made)
+            made = {key: mx.concatenate([each[key] for each in passes]) for key in made} if passes[1:] else made
             self.work.write(self.shards.path(n), made)
             self._collected_s = time.monotonic() - began
             self._begin()
@@ -340,10 +346,12 @@ class Job:
     def _rows(self) -> int:
         """Returns texts in a step, and takes no more texts into a file than leave room for one. Raises ``BudgetError``
         if not even one text fits."""
-        for self._together in [n for n in TOGETHER if n <= self._together]:
-            fixed, each = step_bytes(self.shape, self._length, self._together)
+        known = self.work.settings
+        for texts_each in [known["texts"]] if known else [n for n in TOGETHER if n <= self._together]:
+            fixed, each = step_bytes(self.shape, self._length, texts_each)
             rows = (self._memory - fixed - self._tables) // each
             if rows >= 1:
+                self._together = min(self._together, texts_each)
                 return int(min(rows, CPU_ROWS if on_cpu() else ROWS))
         needs = self._tables + fixed + each
         said = f"training this drafter needs {format_size(needs, round_up=True)}; give that, or a smaller --share"

@@ -93,9 +93,9 @@ def drafter_bytes(shape: Shape) -> float:
     return shape.parameters * WEIGHT_BITS / 8
 
 
-def text_bytes(shape: Shape, length: int) -> int:
-    """Returns the bytes of what is collected of a text of ``length`` tokens."""
-    return length * (3 * shape.hidden * 2 + 4 + 6 * LIKELY)
+def text_bytes(hidden: int, length: int) -> int:
+    """Returns the bytes of what is collected of a text of ``length`` tokens, by a model of this width."""
+    return length * (3 * hidden * 2 + 4 + 6 * LIKELY)
 
 
 def step_bytes(shape: Shape, length: int, texts: int) -> tuple[int, int]:
@@ -107,7 +107,7 @@ def step_bytes(shape: Shape, length: int, texts: int) -> tuple[int, int]:
     """
     # Weights and the optimizer's two averages; weights as quantized, or gradients; and of the largest matrix what the
     # optimizer makes. Seen on a CPU: 4.6.
-    fixed = 6 * 4 * shape.parameters + 3 * 4 * PIECE + texts * text_bytes(shape, length)
+    fixed = 6 * 4 * shape.parameters + 3 * 4 * PIECE + texts * text_bytes(shape.hidden, length)
     # For each place, floats of every guess that its gradient needs; on a CPU also what they were made of.
     guess = 24 * shape.hidden + 6 * shape.intermediate + 5 * shape.heads * length
     each = 4 * length * (DEPTH * guess + 12 * shape.hidden)

@@ -82,6 +82,8 @@ class WorkFolder:
             seconds = float(found.get("seconds", 0.0))
             found.pop("written", None)
             whole = {"count": int(found["count"]), "texts": int(found["texts"]), "inner": int(found.get("inner", 0))}
+            if min(whole["count"], whole["texts"]) < 1 or whole["inner"] < 0:
+                raise ValueError
             return {**found, **whole, "seconds": seconds}
         except (FileNotFoundError, ArithmeticError, AttributeError, ValueError, TypeError, KeyError):
             said = "missing, or not written by this version; remove the folder"
