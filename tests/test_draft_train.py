@@ -375,14 +375,16 @@ def test_a_training_goes_on_with_less_memory_than_it_was_begun_with(
     monkeypatch.setattr(collect, "continue_texts", stopped)
     assert main(again) == 130
     monkeypatch.setattr(collect, "continue_texts", own)
-    monkeypatch.setattr(command, "TOGETHER", (24, 1))
-    assert main(again) == 130
+    for together in (24, 1), command.TOGETHER:
+        monkeypatch.setattr(command, "TOGETHER", together)
+        assert main(again) == 130
     files = [sorted((tmp_path / name / "training" / "states").iterdir()) for name in ("whole", "again")]
     assert len(files[0]) == len(files[1]) > 1
     for one, other in zip(*(map(mx.load, each) for each in files), strict=True):
         assert one["tokens"].shape[0] > 24 and all(a.shape == other[key].shape for key, a in one.items())
         assert mx.array_equal(one["tokens"], other["tokens"]).item()
     assert asked[0] == asked[1] > asked[2] + files[0][1].stat().st_size  # for states of several passes
+    assert asked[3] == asked[0]  # enough before, so enough again
 
 
 @pytest.mark.parametrize("seed", range(2))

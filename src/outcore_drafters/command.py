@@ -164,7 +164,7 @@ class Job:
         texts.pieces(
             self._tokenizer, self._files, 1, PROMPT, [self._seed], held_out=False
         )  # or there is too little text
-        self._memory = given_budget(args.memory)
+        self._memory, self._known = given_budget(args.memory), self.work.settings
         model = self._load()
         try:
             self._measure(model)
@@ -202,11 +202,12 @@ class Job:
         """Loads the model with room for as many texts in a pass as the memory allows."""
         options = loading_options(self._args) | {"draft": NONE, "context": self._length}
         options |= {"govern": False, "head_resident": True}  # tapped layers stay streamed, or resident
-        beside = beside_bytes(self._folder)
-        if (known := self.work.settings) is not None:  # begun with more memory, maybe: states of several passes
-            beside += 2 * known["texts"] * text_bytes(sizes_of(self._folder).get("hidden_size", 0), self._length)
-        options["memory"] = max(1, self._memory - beside)
+        tables, texts_each = beside_bytes(self._folder), self._known["texts"] if self._known else 0
+        states = 2 * texts_each * text_bytes(sizes_of(self._folder).get("hidden_size", 0), self._length)
         for self._together in TOGETHER:
+            # A training that was begun with more memory joins the states of several passes.
+            beside = tables + (states if texts_each > self._together else 0)
+            options["memory"] = max(1, self._memory - beside)
             try:
                 model, _ = outcore.load_model(str(self._folder), **options, batch=self._together)
                 return model
@@ -229,10 +230,10 @@ class Job:
 
     def _shape(self, hidden: int, vocabulary: int, layers: int, room: int) -> Shape:
         """Returns the shape of the drafter that is trained in ``room`` bytes beside the tables."""
-        share, known = self._args.share, self.work.settings
+        share = self._args.share
         shape = drafter_shape(self._folder, hidden, vocabulary, layers, share)
-        if known is not None:
-            return replace(shape, intermediate=known["inner"] or shape.intermediate)
+        if self._known is not None:
+            return replace(shape, intermediate=self._known["inner"] or shape.intermediate)
         return shape if share is not None else fitted(shape, room, self._length)
 
     def _measure(self, model: Any) -> None:
@@ -264,7 +265,7 @@ class Job:
         # Half of what may be written is for weights, or what two evaluations need; the rest is for states.
         limit, self._saves = disk_shares(disk, shape.parameters)
         self.work.most, self._states_most = disk - 2 * shape.parameters - BESIDE, limit
-        known = self.work.settings
+        known = self._known
         # A file's texts are those of a pass, so that no more states than its own are in memory.
         self.texts = known["texts"] if known else max(1, min(self._together, (limit // 2 - BESIDE) // row))
         self._file_bytes = row * self.texts + BESIDE
@@ -346,7 +347,7 @@ class Job:
     def _rows(self) -> int:
         """Returns texts in a step, and takes no more texts into a file than leave room for one. Raises ``BudgetError``
         if not even one text fits."""
-        known = self.work.settings
+        known = self._known
         for texts_each in [known["texts"]] if known else [n for n in TOGETHER if n <= self._together]:
             fixed, each = step_bytes(self.shape, self._length, texts_each)
             rows = (self._memory - fixed - self._tables) // each

@@ -62,7 +62,7 @@ class Trainer:
         ends: tokens after which a continuation does not count.
         rows: texts in a step.
         seconds: the longest time, over all runs of this training.
-        work: for what a resumed training needs. If it may not be written, training goes on without.
+        work: the folder of what a resumed training needs. Where no more may be written, training goes on unsaved.
         report: called with each evaluation; ``step_done``: after each step.
     """
 

@@ -96,6 +96,7 @@ class WorkFolder:
             UsageError: another process trains in it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        unfinished = list[Path]()
         if self._descriptor < 0:
             descriptor = os.open(self.path, os.O_RDONLY)
             if not lock_descriptor(descriptor, blocking=False):
@@ -103,11 +104,9 @@ class WorkFolder:
                 raise UsageError(f"{printable(str(self.path))}: another process trains there; give another --output")
             self._descriptor = descriptor
             self.written, unfinished = self._written_before(), self._unfinished
-            self._keep(settings)
-            for file in unfinished:
-                file.unlink(missing_ok=True)  # once counted
-        else:
-            self._keep(settings)
+        self._keep(settings)
+        for file in unfinished:
+            file.unlink(missing_ok=True)  # once counted
 
     def _written_before(self) -> int:
         """Returns bytes that earlier runs wrote."""
