@@ -180,6 +180,37 @@ def test_worse_weights_never_replace_the_best_of_a_killed_run(
 
 
 @pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("saves", [99, 1, 0])
+@pytest.mark.parametrize("found, best", [([3.0, 2.0, 2.5], 0), ([2.0, 3.0, 3.5], 2)])
+def test_the_weights_of_the_best_evaluation_are_left(
+    found: list[float], best: int, saves: int, parts: tuple[mx.array, mx.array], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Where nothing more may be written, there is one more evaluation, at the end."""
+    monkeypatch.setattr(training, "DEPTH", 2)
+
+    def stepped(_: training.Progress) -> None:
+        if len(seen) >= saves:
+            made._work.most = made._work.written
+
+    shards = counting(20, tmp_path / "states", files=2)
+    made = trainer(parts, shards, tmp_path / "work", seconds=12.0, every=3.0, step_done=stepped)
+    seen, results = list[list[mx.array]](), iter(found)
+
+    def judged() -> float:
+        seen.append([mx.array(a) for _, a in tree_flatten(made.net.parameters())])
+        mx.eval(seen[-1])
+        return next(results, 1.0)
+
+    monkeypatch.setattr(made, "tokens_a_pass", judged)
+    progress = made.run()
+    assert len(seen) == len(progress.history) and (len(seen) > 2 if saves > 1 else len(seen) == saves + 1)
+    assert bool(list((tmp_path / "work").iterdir())) == bool(saves)
+    left = [a for _, a in tree_flatten(made.net.parameters())]
+    assert all(mx.array_equal(a, b).item() for a, b in zip(seen[min(best, saves)], left, strict=True))
+
+
+@pytest.mark.usefixtures("clock")
 def test_training_ends_when_held_out_texts_gain_nothing(
     parts: tuple[mx.array, mx.array], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -807,6 +838,41 @@ def test_a_step_takes_no_more_memory_than_is_counted(
     mx.reset_peak_memory()
     trained.tokens_a_pass()
     assert mx.get_peak_memory() - before <= fixed + rows * each
+
+
+def test_a_step_of_a_wide_drafter_takes_weights_averages_and_gradients_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a part of a matrix: quantized weights go before gradients are made, a gradient as its weight is renewed."""
+    shape = replace(SHAPE, hidden=512, heads=8, kv_heads=2, head_dim=64, intermediate=1856)
+    monkeypatch.setattr(network, "PIECE", 8 * shape.vocabulary)
+    for module in (products, training):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
+    table, length = mx.random.normal((shape.vocabulary, shape.hidden)), 12
+    shards = collect.Shards(tmp_path / "states", 2)
+    for n in range(2):
+        states = mx.random.normal((1, length - 1, 3 * shape.hidden)).astype(mx.float16)
+        likely = mx.random.randint(0, shape.vocabulary, (1, length - 1, 16)).astype(mx.int32)
+        chances = mx.full(likely.shape, 1 / 16).astype(mx.float16)
+        tokens = mx.random.randint(0, shape.vocabulary, (1, length)).astype(mx.int32)
+        made = {"tokens": tokens, "states": states, "likely": likely, "chances": chances}
+        mx.save_safetensors(str(shards.path(n)), made)
+    mx.eval(table)
+    gc.collect()
+    before, net = mx.get_active_memory(), Network(shape, mx.ones(shape.hidden))
+    made_of: dict[str, Any] = {
+        "prompt": 8,
+        "ends": [],
+        "rows": 1,
+        "seconds": 60,
+        "work": WorkFolder(tmp_path / "work"),
+        "seed": 0,
+    }
+    trained = training.Trainer(net, table, table, shards, **made_of)
+    trained._step(trained._batch(0), training.DEPTH)
+    mx.reset_peak_memory()
+    trained._step(trained._batch(1), training.DEPTH)
+    assert mx.get_peak_memory() - before < 4.6 * 4 * shape.parameters
 
 
 def test_left_out_tokens_are_stood_for_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
